@@ -1,0 +1,1 @@
+"""The CPU tier for KV blocks that all workers share."""

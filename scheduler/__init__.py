@@ -1,0 +1,1 @@
+"""Decides what runs where, and owns every request from submission to its end."""

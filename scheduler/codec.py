@@ -1,0 +1,62 @@
+"""msgpack for every struct of the engine; arrays travel as raw little-endian bytes.
+
+An array is written as (dtype, shape, bytes) and read back as a read-only view of the message, so
+decoding a large result copies nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+T = TypeVar("T")
+
+
+def _array_to_wire(obj: Any) -> Any:
+    if isinstance(obj, np.ndarray):
+        little = obj.astype(obj.dtype.newbyteorder("<"), copy=False)
+        return (
+            little.dtype.str,
+            little.shape,
+            np.ascontiguousarray(little).reshape(-1).view(np.uint8).data,
+        )
+    raise NotImplementedError(f"can't encode {type(obj).__name__}")
+
+
+def _array_from_wire(expected: Any, obj: Any) -> Any:
+    dtype, shape, data = obj
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
+_DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(obj: Any) -> bytes:
+    """Return `obj` (a struct, or a list or dict of structs) as msgpack."""
+    return _ENCODER.encode(obj)
+
+
+def decode(data: bytes, as_type: type[T]) -> T:
+    """Return the `as_type` that `data` holds.
+
+    Raises:
+        msgspec.ValidationError: the bytes do not describe an `as_type`.
+    """
+    decoder = _DECODERS.get(as_type)
+    if decoder is None:
+        decoder = msgspec.msgpack.Decoder(as_type, dec_hook=_array_from_wire)
+        _DECODERS[as_type] = decoder
+    result: T = decoder.decode(data)
+    return result
+
+
+def int_array(values: Any) -> IntArray:
+    """Return `values` as a contiguous int32 array."""
+    return np.ascontiguousarray(values, dtype=np.int32)

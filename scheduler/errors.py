@@ -1,0 +1,117 @@
+"""Typed errors that a user or an operator can meet.
+
+Each says what was wrong, what is allowed and what to do. All of them survive pickling (Ray raises
+them in another process) and travel in messages as `WireError`. This module knows nothing else of
+the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class WireError(msgspec.Struct, frozen=True):
+    """A `HaversackError` inside a message: the class by name, its text and its facts."""
+
+    kind: str
+    message: str
+    details: dict[str, str | int | float | bool | None] = {}
+
+
+class HaversackError(Exception):
+    """Base of every error of the engine.
+
+    `details` holds the facts behind the text (numbers, names) for programs that want them.
+    """
+
+    def __init__(self, message: str, **details: str | int | float | bool | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.details))
+
+    def to_wire(self) -> WireError:
+        """Return this error as a message part."""
+        return WireError(type(self).__name__, self.message, dict(self.details))
+
+
+def _rebuild(cls: type[HaversackError], message: str, details: dict[str, Any]) -> HaversackError:
+    return cls(message, **details)
+
+
+class InvalidRequest(HaversackError, ValueError):
+    """The request itself is wrong; sending it again unchanged can't help.
+
+    `details["param"]` names the offending parameter where there is one.
+    """
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request can never fit the model's context, a worker's block pool or the row budget."""
+
+
+class DuplicateRequest(InvalidRequest):
+    """A live request already has this id; the first one is not touched."""
+
+
+class UnknownRequest(HaversackError, KeyError):
+    """No live request has this id."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestFailed(HaversackError):
+    """The engine accepted the request but could not compute it; other requests are unharmed."""
+
+
+class NumericalError(RequestFailed):
+    """The model produced NaN for this request; nothing of it was cached or saved."""
+
+
+class UnsupportedModel(HaversackError):
+    """The model's architecture, format or size can't be run by this engine."""
+
+
+class ModelNotFound(HaversackError):
+    """No model with this name could be found locally or fetched."""
+
+
+class InvalidConfig(HaversackError, ValueError):
+    """An engine setting is unknown, has the wrong type or an impossible value."""
+
+
+class StartupFailed(HaversackError):
+    """The engine did not come up in time, or a part of it died while starting."""
+
+
+class EngineUnavailable(HaversackError):
+    """No engine is running, it has shut down, or no worker is left to compute."""
+
+
+class InvalidTransition(HaversackError):
+    """A request was asked to change its status in a way the transition table forbids.
+
+    The message carries the story of the request so far.
+    """
+
+
+class InvariantViolation(HaversackError):
+    """An invariant of the engine does not hold: a bug in the engine, never the user's fault."""
+
+
+def _kinds(base: type[HaversackError]) -> dict[str, type[HaversackError]]:
+    found = {base.__name__: base}
+    for sub in base.__subclasses__():
+        found.update(_kinds(sub))
+    return found
+
+
+def from_wire(error: WireError) -> HaversackError:
+    """Return the exception that `error` stands for (`RequestFailed` for a kind unknown here)."""
+    cls = _kinds(HaversackError).get(error.kind, RequestFailed)
+    return cls(error.message, **error.details)
