@@ -14,7 +14,7 @@ import msgspec
 from scheduler.codec import IntArray
 from scheduler.errors import WireError
 from scheduler.logprobs import Logprobs
-from scheduler.request import FinishReason, Request, RequestStats
+from scheduler.request import FinishReason, RequestStats, RequestStatus
 from scheduler.sampling_params import SamplingParams
 
 # ---------------------------------------------------------------- scheduler -> worker -> scheduler
@@ -108,7 +108,20 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     node_id: str = ""
 
 
-# ------------------------------------------------------------------------- scheduler -> client
+# ---------------------------------------------------------------- client -> scheduler -> client
+
+
+class Submission(msgspec.Struct, frozen=True, eq=False):
+    """A prompt and what is asked of it, as a client sends it."""
+
+    request_id: str
+    prompt_token_ids: IntArray
+    """int32 [N]"""
+    sampling_params: SamplingParams
+    seed: int
+    """The user's seed, or one that the client drew, so that sending again changes nothing."""
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 class OutputDelta(msgspec.Struct, frozen=True, eq=False):
@@ -130,6 +143,69 @@ class OutputDelta(msgspec.Struct, frozen=True, eq=False):
     """Set in the last delta."""
 
 
+class RequestInfo(msgspec.Struct, frozen=True):
+    """One live request as operators see it."""
+
+    request_id: str
+    client_id: str
+    status: RequestStatus
+    worker_id: str | None
+    priority: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_blocks: int
+    num_evictions: int
+    waited_s: float
+    """Seconds since submission."""
+
+
+class SchedulerStats(msgspec.Struct):
+    """Counters since the start (they only grow) and gauges of now."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    """Requests in any status between waiting and finished."""
+    num_finished: int = 0
+    num_failed: int = 0
+    num_aborted: int = 0
+    num_refused: int = 0
+    num_evictions: int = 0
+    num_workers: int = 0
+    num_workers_lost: int = 0
+    num_steps: int = 0
+    num_chunks: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of accepted requests."""
+    num_computed_tokens: int = 0
+    """Tokens that workers computed, repetitions included."""
+    num_generated_tokens: int = 0
+    num_prompt_rows: int = 0
+    num_recomputed_tokens: int = 0
+    """Tokens computed again after an eviction or a loss."""
+    num_recomputed_rows: int = 0
+    """Prompt rows brought again for positions that had one; 0 by construction."""
+    num_worker_cache_queries: int = 0
+    """Admissions that asked a worker's prefix cache; bypasses don't count."""
+    num_worker_cache_hit_tokens: int = 0
+    num_store_queries: int = 0
+    """Lookups in the offload store; bypasses don't count."""
+    num_store_hit_tokens: int = 0
+    num_cache_bypasses: int = 0
+    """Admissions that could read no shared block."""
+    num_saved_blocks: int = 0
+    """Blocks that the store holds after saves, already present ones included."""
+    num_copied_blocks: int = 0
+    """Blocks whose bytes travelled to the store."""
+    num_loaded_blocks: int = 0
+    """Blocks written into workers from the store."""
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks that requests or saves hold now; cached ones that could be reused don't count."""
+    compute_s: float = 0.0
+    """Seconds that workers spent on steps."""
+
+
 # ------------------------------------------------------------------------------------- events
 
 
@@ -140,9 +216,12 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag=True):
 
 
 class RequestSubmitted(Event, frozen=True, eq=False):
-    """The n requests of one submission, admitted or refused together."""
+    """A submission: all its n requests are taken, or `Refuse` answers it and nothing changes."""
 
-    requests: list[Request]
+    submission: Submission
+    client_id: str = ""
+    ticket: int = 0
+    """Given back by `Refuse`."""
 
 
 class RequestCancelled(Event, frozen=True, eq=False):
@@ -283,6 +362,13 @@ class ReleaseBlocks(Action, frozen=True, eq=False):
     forget: bool
 
 
+class Refuse(Action, frozen=True, eq=False):
+    """A submission was refused and left no trace."""
+
+    ticket: int
+    error: WireError
+
+
 class Emit(Action, frozen=True, eq=False):
     """Tell the client what became visible."""
 
@@ -290,4 +376,4 @@ class Emit(Action, frozen=True, eq=False):
     delta: OutputDelta
 
 
-AnyAction = RunBatch | LookupBlocks | LoadBlocks | SaveBlocks | ReleaseBlocks | Emit
+AnyAction = RunBatch | LookupBlocks | LoadBlocks | SaveBlocks | ReleaseBlocks | Refuse | Emit

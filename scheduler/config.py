@@ -1,0 +1,35 @@
+"""Settings of the scheduling core; `cluster.config` fills them in from the user's settings."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits within which the core decides."""
+
+    block_size: int = 16
+    """Tokens per KV block; the same on every worker."""
+    max_num_batched_tokens: int = 512
+    """Tokens per step of a worker, decodes and prefill chunks together."""
+    max_num_seqs: int = 64
+    """Requests running on a worker at once."""
+    max_model_len: int = 8192
+    """Positions a request may use, prompt and output together."""
+    vocab_size: int = 2**31 - 1
+    """Token ids are below this."""
+    eos_token_ids: tuple[int, ...] = ()
+    cache_namespace: str = ""
+    """Part of every block hash: engines share blocks only with equal models."""
+    enable_prefix_caching: bool = True
+    """Whether workers keep full blocks of finished requests for others."""
+    enable_offload: bool = True
+    """Whether there is an offload store to save to and load from."""
+    save_finished: bool = True
+    """Whether finished requests' full blocks go to the offload store for other workers to find."""
+    max_logprobs: int = -1
+    """Largest k of logprobs and prompt_logprobs a request may ask for; -1 is the vocabulary."""
+    max_rows_bytes: int = 4 * 2**30
+    """Largest size of one request's logprob rows; larger ones are refused at submission."""
+    max_rows_bytes_per_step: int = 64 * 2**20
+    """Chunks are cut shorter where their prompt rows would be larger than this."""
