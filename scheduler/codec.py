@@ -1,12 +1,12 @@
 """msgpack for every struct of the engine; arrays travel as raw little-endian bytes.
 
 An array is written as (dtype, shape, bytes) and read back as a read-only view of the message, so
-decoding a large result copies nothing.
+decoding a large result copies nothing. One whose dtype is not its field's is refused.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -31,7 +31,10 @@ def _array_to_wire(obj: Any) -> Any:
 
 def _array_from_wire(expected: Any, obj: Any) -> Any:
     dtype, shape, data = obj
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    declared = np.dtype(get_args(get_args(expected)[1])[0])
+    if np.dtype(dtype) != declared:
+        raise ValueError(f"expected an array of {declared}, got one of {dtype}")
+    return np.frombuffer(data, dtype=declared).reshape(shape)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
@@ -47,7 +50,8 @@ def decode(data: bytes, as_type: type[T]) -> T:
     """Return the `as_type` that `data` holds.
 
     Raises:
-        msgspec.ValidationError: the bytes do not describe an `as_type`.
+        msgspec.DecodeError: the bytes are no msgpack, or (ValidationError) describe no `as_type`,
+            for instance since an array has another dtype than its field.
     """
     decoder = _DECODERS.get(as_type)
     if decoder is None:
@@ -58,5 +62,14 @@ def decode(data: bytes, as_type: type[T]) -> T:
 
 
 def int_array(values: Any) -> IntArray:
-    """Return `values` as a contiguous int32 array."""
-    return np.ascontiguousarray(values, dtype=np.int32)
+    """Return `values` as a contiguous int32 array.
+
+    Raises:
+        OverflowError: a value does not fit; it is never wrapped around into another one.
+    """
+    array = np.asarray(values)
+    if array.dtype != np.int32 and array.size:
+        bounds = np.iinfo(np.int32)
+        if array.dtype.kind not in "iu" or array.min() < bounds.min or array.max() > bounds.max:
+            raise OverflowError(f"can't hold values of {array.dtype} as int32 without loss")
+    return np.ascontiguousarray(array, dtype=np.int32)

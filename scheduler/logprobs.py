@@ -90,16 +90,21 @@ class LogprobRows(msgspec.Struct, eq=False):
     def num_rows(self) -> int:
         return sum(segment.num_rows for segment in self.segments)
 
+    def check(self, rows: Logprobs) -> None:
+        """Raise `InvariantViolation` where `rows` can't be appended: not k + 1 wide, or ragged."""
+        shapes = {array.shape for array in (rows.token_ids, rows.logprobs, rows.ranks)}
+        if len(shapes) != 1 or rows.width != self.num_logprobs + 1:
+            raise InvariantViolation(
+                f"rows of shape {sorted(shapes)} where {self.num_logprobs + 1} columns were due"
+            )
+
     def append(self, rows: Logprobs) -> None:
         """Add rows at the end.
 
         Raises:
-            InvariantViolation: their width is not k + 1.
+            InvariantViolation: they do not pass `check`; nothing has changed then.
         """
-        if rows.width != self.num_logprobs + 1:
-            raise InvariantViolation(
-                f"rows are {rows.width} wide where {self.num_logprobs + 1} were asked for"
-            )
+        self.check(rows)
         if rows.num_rows:
             self.segments.append(rows)
         if len(self.segments) > _MAX_SEGMENTS:

@@ -196,7 +196,7 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
             sampled_logprobs: its row, where output logprobs are asked for.
 
         Raises:
-            InvariantViolation: rows or tokens are missing, or too many.
+            InvariantViolation: rows or tokens are missing, or too many; nothing has changed then.
         """
         computed = max(self.num_computed_tokens, end)
         expected = self.num_prompt_rows_at(computed) - self.num_prompt_rows_at(
@@ -217,6 +217,12 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
                 f"request {self.request_id!r}: the chunk up to {end} of {self.num_tokens} tokens "
                 f"has the wrong sampled token or logprobs"
             )
+        if sampled_logprobs is not None and self.output_logprobs is not None:
+            self.output_logprobs.check(sampled_logprobs)
+            if sampled_logprobs.num_rows != 1:
+                raise InvariantViolation(
+                    f"request {self.request_id!r}: {sampled_logprobs.num_rows} rows for one token"
+                )
         if rows is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs.append(rows)
         self.num_computed_tokens = computed

@@ -15,6 +15,8 @@ import msgspec
 from scheduler.errors import InvalidRequest
 
 SEED_LIMIT = 2**63
+INT_LIMIT = 2**31
+"""Counts and token ids are below this: they travel, and are compared, as int32."""
 ALL_LOGPROBS = -1
 
 
@@ -95,7 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         elif isinstance(stop, str):
             stop = (stop,)
         self._set("stop", _tuple_of(str, stop, "stop"))
-        self._set("stop_token_ids", _tuple_of(int, self.stop_token_ids or (), "stop_token_ids"))
+        stop_ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
+        self._set("stop_token_ids", _tuple_of(int, stop_ids, "stop_token_ids"))
         if self.allowed_token_ids is not None:
             ids = _tuple_of(int, self.allowed_token_ids, "allowed_token_ids")
             self._set("allowed_token_ids", ids)
@@ -111,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             value = getattr(self, name)
             if type(value) is int:
-                self._set(name, float(value))
+                self._set(name, _as_float(value))
 
     def _check_ints(self) -> None:
         _int_in("n", self.n, 1, 1024)
@@ -155,10 +158,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             if type(getattr(self, name)) is not bool:
                 _refuse(name, getattr(self, name), "True or False")
-        if self.skip_reading_prefix_cache not in (None, True, False):
-            _refuse(
-                "skip_reading_prefix_cache", self.skip_reading_prefix_cache, "True, False or None"
-            )
+        skip: object = self.skip_reading_prefix_cache
+        if skip is not None and type(skip) is not bool:
+            _refuse("skip_reading_prefix_cache", skip, "True, False or None")
 
     def _set(self, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -168,10 +170,17 @@ def _refuse(param: str, value: object, allowed: str) -> NoReturn:
     raise InvalidRequest(f"{param}={value!r} is not allowed: give {allowed}", param=param)
 
 
-def _int_in(param: str, value: object, low: int, high: int | None = None) -> None:
-    allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if type(value) is not int or value < low or (high is not None and value > high):
-        _refuse(param, value, allowed)
+def _int_in(param: str, value: object, low: int, high: int = INT_LIMIT - 1) -> None:
+    if type(value) is not int or not low <= value <= high:
+        _refuse(param, value, f"an integer from {low} to {high}")
+
+
+def _as_float(value: int) -> float:
+    """Return the nearest float; an infinite one, which every range refuses, for what is larger."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _float_in(param: str, value: object, low: float, high: float) -> None:
@@ -186,13 +195,26 @@ def _tuple_of(kind: type, values: Iterable[Any], param: str) -> tuple[Any, ...]:
     for value in found:
         if type(value) is not kind:
             _refuse(param, value, f"a list of {kind.__name__}")
+        if kind is int:
+            _int_in(param, value, 0)
+        elif not _is_unicode(str(value)):
+            _refuse(param, value, "text that can be encoded as UTF-8")
     return found
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, dict):
         _refuse("logit_bias", bias, "a mapping from token id to a number")
     for token, value in bias.items():
-        if type(token) is not int or type(value) not in (int, float) or math.isnan(value):
+        if type(token) is not int or type(value) not in (int, float) or value != value:
             _refuse("logit_bias", {token: value}, "a mapping from token id to a number")
-    return {token: max(-100.0, min(100.0, float(value))) for token, value in bias.items()}
+        _int_in("logit_bias", token, 0)
+    return {token: float(max(-100, min(100, value))) for token, value in bias.items()}

@@ -1,0 +1,46 @@
+"""The one way in which a request ends, whatever the reason and wherever it is."""
+
+from __future__ import annotations
+
+from scheduler.core import Core
+from scheduler.errors import HaversackError
+from scheduler.live import LiveRequest
+from scheduler.messages import ReleaseBlocks
+from scheduler.request import FinishReason, RequestStatus
+from scheduler.residency import leave_worker, save_finished
+
+
+def finish(
+    core: Core,
+    live: LiveRequest,
+    reason: FinishReason,
+    *,
+    stop_reason: int | None = None,
+    error: HaversackError | None = None,
+) -> None:
+    """End a request, give back or hand over all that it holds, and tell its client.
+
+    Only a request that came to a good end is offered to the offload store.
+    """
+    request = live.request
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        save_finished(core, live)
+    live.move_to(RequestStatus.FINISHED, core.now_s, reason.value)
+    request.finish_reason = reason
+    request.stop_reason = stop_reason
+    request.error = error.to_wire() if error is not None else None
+    leave_worker(core, live)
+    del core.requests[live.id]
+    family = core.families[request.parent_id]
+    family.remove(live.id)
+    if not family:
+        del core.families[request.parent_id]
+    if core.config.enable_offload:
+        core.actions.append(ReleaseBlocks(request_id=live.id, forget=True))
+    if reason is FinishReason.ERROR:
+        core.stats.num_failed += 1
+    elif reason is FinishReason.ABORT:
+        core.stats.num_aborted += 1
+    else:
+        core.stats.num_finished += 1
+    core.emit(live)

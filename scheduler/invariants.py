@@ -1,0 +1,71 @@
+"""The engine's promises as checks on the core's data; run after every event in tests."""
+
+from __future__ import annotations
+
+from scheduler.core import Core
+from scheduler.errors import InvariantViolation
+from scheduler.live import LiveRequest, WorkerView
+from scheduler.request import RequestStatus
+
+_RESIDENT = {RequestStatus.LOADING, RequestStatus.RUNNING, RequestStatus.SAVING}
+
+
+def check_invariants(core: Core) -> None:
+    """Check requests, blocks and operations against each other.
+
+    Raises:
+        InvariantViolation: something does not fit, with what and where.
+    """
+    for live in core.requests.values():
+        live.request.validate()
+        _check_place(core, live)
+    for worker in core.workers.values():
+        _check_worker(core, worker)
+    for op in core.ops.values():
+        _require(core.workers.get(op.worker.id) is op.worker, f"op {op.op_id}: its worker is gone")
+        _require(op.live is None or op.live.op_id == op.op_id, f"op {op.op_id}: not its request's")
+    listed = sorted(name for family in core.families.values() for name in family)
+    _require(listed == sorted(core.requests), "families and requests disagree")
+
+
+def _check_place(core: Core, live: LiveRequest) -> None:
+    name, status = f"request {live.id!r} ({live.status.value})", live.status
+    _require(status is not RequestStatus.FINISHED, f"{name}: finished but still kept")
+    _require((live.worker is not None) == (status in _RESIDENT), f"{name}: worker and status")
+    _require(
+        (live.op_id is not None) == (status in (RequestStatus.LOADING, RequestStatus.SAVING)),
+        f"{name}: a store operation exactly while loading or saving",
+    )
+    _require(live.op_id is None or live.op_id in core.ops, f"{name}: waits for a closed operation")
+    if status is RequestStatus.WAITING:
+        _require(not live.block_ids and not live.num_kv_tokens, f"{name}: holds blocks")
+        _require(not live.is_evict_wanted, f"{name}: waits for an eviction")
+    _require(live.num_kv_tokens <= len(live.block_ids) * live.block_size, f"{name}: KV has blocks")
+    _require(live.num_kv_tokens <= live.request.num_tokens, f"{name}: KV of unknown tokens")
+    _require(len(set(live.block_ids)) == len(live.block_ids), f"{name}: a block twice")
+    _require(
+        live.in_flight is None or status is RequestStatus.RUNNING, f"{name}: computed elsewhere"
+    )
+    if live.worker is not None:
+        _require(live.worker.residents.get(live.id) is live, f"{name}: unknown to its worker")
+
+
+def _check_worker(core: Core, worker: WorkerView) -> None:
+    holds: list[int] = []
+    for live in worker.residents.values():
+        _require(core.requests.get(live.id) is live, f"{worker.id}: holds a request that ended")
+        holds += live.block_ids
+    for op in core.ops.values():
+        if op.worker is worker:
+            holds += op.held_block_ids
+    for flight in worker.in_flight:
+        holds += flight.orphaned_block_ids
+    worker.pool.validate(holds)
+    _require(worker.step_id is not None or not worker.in_flight, f"{worker.id}: idle with chunks")
+    active = sum(1 for r in worker.residents.values() if r.status is not RequestStatus.SAVING)
+    _require(active <= core.config.max_num_seqs, f"{worker.id}: more than max_num_seqs requests")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise InvariantViolation(what)

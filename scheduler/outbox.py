@@ -1,0 +1,98 @@
+"""What the scheduler actor and its clients say to each other, and what waits for a client.
+
+A delta stays in its client's outbox until the client has acknowledged it, so a poll that is
+repeated after a lost answer brings it again, under the same number. The module knows no Ray and no
+event loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from scheduler.config import SchedulerConfig
+from scheduler.errors import WireError
+from scheduler.logprobs import Logprobs
+from scheduler.messages import OutputDelta, SchedulerStats, WorkerInfo
+
+MAX_ANSWER_BYTES = 32 * 2**20
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What a client learns about the engine when it connects."""
+
+    model: str
+    """The model's name as the engine was started with it."""
+    settings: dict[str, str | int | float | bool | None]
+    """The engine's settings, field by field."""
+    limits: SchedulerConfig
+    """What a request may ask for."""
+    workers: list[WorkerInfo]
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters of the engine's parts."""
+
+    scheduler: SchedulerStats
+    store: dict[str, int] | None = None
+    """Counters of the offload store; None where there is none, or it does not answer."""
+
+
+class Delivery(msgspec.Struct, frozen=True, eq=False):
+    """A delta with its number in the client's order, from 1 on."""
+
+    seq: int
+    delta: OutputDelta
+
+
+class PollAnswer(msgspec.Struct, frozen=True, eq=False):
+    """What is new for a client."""
+
+    deliveries: list[Delivery] = []
+    closed: WireError | None = None
+    """Nothing more will come, for this reason."""
+    is_forgotten: bool = False
+    """The engine runs but does not know the client, for example because it did not poll for long;
+    what it had submitted was cancelled."""
+
+
+class Outbox:
+    """What one client has not acknowledged yet."""
+
+    def __init__(self, now_s: float) -> None:
+        self.last_seen_s = now_s
+        """When the client polled last."""
+        self._deliveries: deque[Delivery] = deque()
+        self._next_seq = 1
+
+    def __len__(self) -> int:
+        return len(self._deliveries)
+
+    def put(self, delta: OutputDelta) -> None:
+        """Add a delta at the end."""
+        self._deliveries.append(Delivery(self._next_seq, delta))
+        self._next_seq += 1
+
+    def acknowledge(self, seq: int) -> None:
+        """Forget every delta numbered up to `seq`."""
+        while self._deliveries and self._deliveries[0].seq <= seq:
+            self._deliveries.popleft()
+
+    def ready(self, max_bytes: int = MAX_ANSWER_BYTES) -> list[Delivery]:
+        """Return the oldest deltas, up to about `max_bytes`, but at least one if there is one."""
+        chosen: list[Delivery] = []
+        num_bytes = 0
+        for delivery in self._deliveries:
+            num_bytes += _num_bytes(delivery.delta)
+            if chosen and num_bytes > max_bytes:
+                break
+            chosen.append(delivery)
+        return chosen
+
+
+def _num_bytes(delta: OutputDelta) -> int:
+    rows: Iterable[Logprobs | None] = (delta.prompt_logprobs, delta.new_logprobs)
+    ids = delta.new_token_ids.nbytes if delta.new_token_ids is not None else 0
+    return ids + sum(part.num_bytes for part in rows if part is not None)

@@ -1,0 +1,339 @@
+"""The scheduler's choices as pure functions: admit or refuse, which worker, which victim, how
+long a chunk, when to stop. They look at state and change none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.config import SchedulerConfig
+from scheduler.errors import InvalidRequest, RequestTooLarge
+from scheduler.live import LiveRequest, WorkerView
+from scheduler.logprobs import LogprobRows
+from scheduler.messages import Submission
+from scheduler.request import FinishReason, Request, RequestStatus, make_requests
+from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
+
+_BYTES_PER_LOGPROB = 12  # token id, logprob and rank, 4 bytes each
+
+
+# ------------------------------------------------------------------------------ submission
+
+
+def accept(
+    submission: Submission, config: SchedulerConfig, num_blocks: int, client_id: str
+) -> list[Request]:
+    """Return the requests of a submission that can be served.
+
+    A prompt may fill the context (N <= max_model_len). Generation ends with "length" where the
+    context is full: the token after the last position can still be sampled, so at most
+    max_model_len - N + 1 tokens are made. What fits the context but not a worker's blocks is
+    refused, by the same count of KV slots that the block tables follow.
+
+    Args:
+        num_blocks: blocks of the largest worker.
+
+    Raises:
+        InvalidRequest: it is malformed or asks for what the model does not have.
+        RequestTooLarge: it could never be completed here.
+    """
+    params = submission.sampling_params
+    prompt = _checked_prompt(submission, config)
+    _check_token_ids_in_params(params, config)
+    for name in ("logprobs", "prompt_logprobs"):
+        _check_num_logprobs(name, getattr(params, name), config)
+
+    num_prompt_tokens = len(prompt)
+    pool_tokens = num_blocks * config.block_size
+    if num_prompt_tokens > config.max_model_len:
+        raise RequestTooLarge(
+            f"the prompt has {num_prompt_tokens} tokens; this model takes at most "
+            f"{config.max_model_len}: shorten it",
+            param="prompt",
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=config.max_model_len,
+        )
+    max_tokens = config.max_model_len - num_prompt_tokens + 1
+    if params.max_tokens is not None:
+        max_tokens = min(max_tokens, params.max_tokens)
+    elif pool_tokens >= num_prompt_tokens:
+        max_tokens = min(max_tokens, pool_tokens - num_prompt_tokens + 1)
+    num_kv_tokens = num_prompt_tokens + max(max_tokens - 1, 0)
+    if num_kv_tokens > pool_tokens:
+        raise RequestTooLarge(
+            f"{num_prompt_tokens} prompt tokens and {max_tokens} generated ones need KV for "
+            f"{num_kv_tokens} tokens; a worker here holds {pool_tokens}: shorten the prompt, "
+            "lower max_tokens, or start the engine with more num_blocks",
+            param="max_tokens" if num_prompt_tokens <= pool_tokens else "prompt",
+            num_kv_tokens=num_kv_tokens,
+            pool_tokens=pool_tokens,
+        )
+    _check_rows_size(params, num_prompt_tokens, max_tokens, config)
+    requests = make_requests(
+        submission.request_id,
+        prompt,
+        params,
+        seed=submission.seed,
+        client_id=client_id,
+        priority=submission.priority,
+        cache_salt=submission.cache_salt,
+    )
+    for request in requests:
+        request.max_tokens = max_tokens
+        request.eos_token_ids = config.eos_token_ids
+        own = request.sampling_params
+        if own.prompt_logprobs is not None:
+            request.prompt_logprobs = LogprobRows(num_logprobs(own.prompt_logprobs, config))
+        if own.logprobs is not None:
+            request.output_logprobs = LogprobRows(num_logprobs(own.logprobs, config))
+    return requests
+
+
+def _checked_prompt(submission: Submission, config: SchedulerConfig) -> np.ndarray:
+    if not submission.request_id:
+        raise InvalidRequest("the request id is empty: give a non-empty string", param="request_id")
+    prompt = submission.prompt_token_ids
+    if prompt.ndim != 1 or prompt.dtype != np.int32:
+        raise InvalidRequest("prompt_token_ids must be one list of token ids", param="prompt")
+    if not len(prompt):
+        raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
+    out_of_range = (prompt < 0) | (prompt >= config.vocab_size)
+    if out_of_range.any():
+        where = int(out_of_range.argmax())
+        raise InvalidRequest(
+            f"prompt token {where} is {int(prompt[where])}; token ids here are from 0 to "
+            f"{config.vocab_size - 1}",
+            param="prompt",
+        )
+    return prompt
+
+
+def _check_token_ids_in_params(params: SamplingParams, config: SchedulerConfig) -> None:
+    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            if not 0 <= token < config.vocab_size:
+                raise InvalidRequest(
+                    f"{name} holds {token}; token ids here are from 0 to {config.vocab_size - 1}",
+                    param=name,
+                )
+
+
+def _check_num_logprobs(name: str, k: int | None, config: SchedulerConfig) -> None:
+    if k is None:
+        return
+    cap = config.vocab_size if config.max_logprobs == ALL_LOGPROBS else config.max_logprobs
+    if num_logprobs(k, config) > cap:
+        raise InvalidRequest(
+            f"{name}={k} is not allowed: give at most {cap}"
+            + (", the vocabulary" if cap == config.vocab_size else " (the engine's max_logprobs)"),
+            param=name,
+        )
+
+
+def _check_rows_size(
+    params: SamplingParams, num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig
+) -> None:
+    num_bytes = 0
+    for k, rows in ((params.prompt_logprobs, num_prompt_tokens), (params.logprobs, max_tokens)):
+        if k is not None:
+            num_bytes += rows * row_bytes(k, config)
+    if num_bytes > config.max_rows_bytes:
+        raise RequestTooLarge(
+            f"its logprobs would take {num_bytes:,} bytes; a request may hold "
+            f"{config.max_rows_bytes:,}: ask for fewer alternatives, split the prompt, or raise "
+            "max_rows_bytes",
+            param="prompt_logprobs" if params.prompt_logprobs is not None else "logprobs",
+        )
+
+
+def num_logprobs(k: int, config: SchedulerConfig) -> int:
+    """Return how many alternatives `k` asks for; -1 is all of the vocabulary."""
+    return config.vocab_size if k == ALL_LOGPROBS else k
+
+
+def row_bytes(k: int, config: SchedulerConfig) -> int:
+    """Bytes of one row with `k` alternatives and the actual token."""
+    return (num_logprobs(k, config) + 1) * _BYTES_PER_LOGPROB
+
+
+# ------------------------------------------------------------------------------- admission
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A worker that can take a request now."""
+
+    worker: WorkerView
+    cached_block_ids: list[int]
+    """Leading blocks that its prefix cache supplies."""
+
+
+def fits(request: Request, worker: WorkerView) -> bool:
+    """Whether the worker's whole pool could hold the request at its largest."""
+    return request.max_kv_tokens <= worker.pool.num_blocks * worker.pool.block_size
+
+
+def choose_worker(
+    live: LiveRequest, workers: Iterable[WorkerView], config: SchedulerConfig
+) -> Placement | None:
+    """Return where to put a waiting request, or None while no worker has room.
+
+    A worker has room if a place and the blocks for all known tokens are free, and less than one
+    step's work stands before the request. Unless the worker is empty, one block per running
+    request stays free too, so that a readmitted request is not evicted again at their next step.
+    Among those with room the one that would be done first wins: the fewest tokens before the
+    request plus the fewest of its own that are not cached there.
+    """
+    request = live.request
+    best: tuple[tuple[int, int], Placement] | None = None
+    for worker in workers:
+        active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
+        if len(active) >= config.max_num_seqs or not fits(request, worker):
+            continue
+        before = sum(max(r.num_pending_tokens, 0) for r in active if r.request.rank < request.rank)
+        if before >= config.max_num_batched_tokens:
+            continue
+        cached = cached_blocks(live, worker)
+        if num_blocks_to_take(live, worker, cached) + len(active) > worker.pool.num_free:
+            continue
+        cost = before + request.num_tokens - len(cached) * config.block_size
+        key = (cost, len(active))
+        if best is None or key < best[0]:
+            best = (key, Placement(worker, cached))
+    return best[1] if best else None
+
+
+def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
+    """Ids of the leading blocks that the worker's prefix cache may supply to the request."""
+    limit = live.request.num_readable_tokens.shared
+    return worker.pool.lookup(
+        live.block_hashes(limit // worker.pool.block_size),
+        num_readable_tokens=limit,
+        skip_reading_prefix_cache=live.request.sampling_params.skips_reading_prefix_cache,
+    )
+
+
+def num_blocks_to_take(live: LiveRequest, worker: WorkerView, cached: Sequence[int]) -> int:
+    """Free blocks that admission uses up: new ones, and cached ones that nobody holds."""
+    total = blocks_for(live.request.num_tokens, worker.pool.block_size)
+    return total - len(cached) + worker.pool.num_free_among(cached)
+
+
+# -------------------------------------------------------------------------------- eviction
+
+
+def choose_victim(for_request: Request, worker: WorkerView) -> LiveRequest | None:
+    """Return whom to evict so that `for_request` gets blocks on `worker`; None if nobody.
+
+    Only requests served after it are candidates. Of those with a lower priority the cheapest goes
+    (the fewest blocks to save), else the youngest of the same priority. The order of service is
+    total, so no two requests can evict each other in turn.
+    """
+    candidates = [
+        r
+        for r in worker.residents.values()
+        if r.status in (RequestStatus.RUNNING, RequestStatus.LOADING)
+        and not r.is_evict_wanted
+        and r.block_ids
+        and r.request.rank > for_request.rank
+    ]
+    lower = [r for r in candidates if r.request.priority > for_request.priority]
+    if lower:
+        lowest = max(r.request.priority for r in lower)
+        return min(
+            (r for r in lower if r.request.priority == lowest),
+            key=lambda r: (len(r.block_ids), -r.request.arrival),
+        )
+    return max(candidates, key=lambda r: r.request.rank, default=None)
+
+
+def choose_worker_to_clear(
+    live: LiveRequest, workers: Iterable[WorkerView], config: SchedulerConfig
+) -> tuple[WorkerView, list[LiveRequest]] | None:
+    """Return the worker where the fewest lower-priority requests have to go to admit `live`.
+
+    None where nothing can or needs to be done: no such worker, or evictions under way suffice.
+    """
+    best: tuple[int, WorkerView, list[LiveRequest]] | None = None
+    for worker in workers:
+        if not fits(live.request, worker):
+            continue
+        candidates = sorted(
+            (
+                r
+                for r in worker.residents.values()
+                if r.status in (RequestStatus.RUNNING, RequestStatus.LOADING)
+                and not r.is_evict_wanted
+                and r.request.priority > live.request.priority
+            ),
+            key=lambda r: (-r.request.priority, len(r.block_ids), -r.request.arrival),
+        )
+        staying = sum(
+            1
+            for r in worker.residents.values()
+            if r.status is not RequestStatus.SAVING and not r.is_evict_wanted
+        )
+        need = num_blocks_to_take(live, worker, cached_blocks(live, worker)) + staying
+        expected = worker.pool.num_free + worker.num_leaving_blocks()
+        victims: list[LiveRequest] = []
+        for victim in candidates:
+            if expected >= need and staying < config.max_num_seqs:
+                break
+            victims.append(victim)
+            expected += len(victim.block_ids)
+            need -= 1
+            staying -= 1
+        if expected < need or staying >= config.max_num_seqs:
+            continue
+        if best is None or len(victims) < best[0]:
+            best = (len(victims), worker, victims)
+    return None if best is None else (best[1], best[2])
+
+
+# ----------------------------------------------------------------------------- progress
+
+
+def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> int:
+    """Position before which the request's next chunk ends, within the budgets of the step."""
+    request = live.request
+    end = min(live.num_kv_tokens + token_budget, request.num_tokens)
+    k = request.sampling_params.prompt_logprobs
+    if k is None or end <= request.num_computed_tokens:
+        return end
+    max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
+    first_row = max(live.num_kv_tokens, request.num_computed_tokens)
+    return min(end, first_row + max_rows) if first_row < request.num_prompt_tokens else end
+
+
+def end_of(request: Request) -> tuple[FinishReason, int | None] | None:
+    """Return why a request is complete and the stop token that ended it; None while it is not.
+
+    Stop conditions count generated tokens only, and none applies before `min_tokens` of them.
+    """
+    params = request.sampling_params
+    output = request.output_token_ids
+    if request.is_prefilling:
+        return None
+    if output and len(output) >= params.min_tokens:
+        if output[-1] in request.eos_token_ids and not params.ignore_eos:
+            return (FinishReason.STOP, None)
+        if output[-1] in params.stop_token_ids:
+            return (FinishReason.STOP, output[-1])
+    if len(output) >= request.max_tokens:
+        return (FinishReason.LENGTH, None)
+    return None
+
+
+def stop_ids(request: Request) -> tuple[int, ...]:
+    """Token ids that end the request, so none of them may come before `min_tokens`."""
+    params = request.sampling_params
+    eos = () if params.ignore_eos else request.eos_token_ids
+    return tuple(sorted({*eos, *params.stop_token_ids}))

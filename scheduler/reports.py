@@ -1,0 +1,61 @@
+"""What clients and operators get to see of a live request."""
+
+from __future__ import annotations
+
+from scheduler.codec import int_array
+from scheduler.live import LiveRequest
+from scheduler.logprobs import Logprobs
+from scheduler.messages import OutputDelta, RequestInfo
+from scheduler.request import FinishReason
+
+
+def output_delta(live: LiveRequest) -> OutputDelta | None:
+    """Return what became visible since the last call, and note that it was; None if nothing did.
+
+    Nothing of a prompt is visible before all of it is computed; then all its rows are. An aborted
+    or failed prompt shows none.
+    """
+    request = live.request
+    is_last = request.finish_reason is not None
+    if request.is_prefilling and not is_last:
+        return None
+    first, live.num_emitted_tokens = live.num_emitted_tokens, len(request.output_token_ids)
+    prompt_rows: Logprobs | None = None
+    if not request.is_prefilling and not live.is_prompt_emitted:
+        live.is_prompt_emitted = True
+        if request.prompt_logprobs is not None:
+            prompt_rows = request.prompt_logprobs.array()
+    elif first == live.num_emitted_tokens and not is_last:
+        return None
+    failed = request.finish_reason is FinishReason.ERROR
+    return OutputDelta(
+        request_id=request.parent_id,
+        index=request.index,
+        new_token_ids=int_array(request.output_token_ids[first:]),
+        new_logprobs=(
+            request.output_logprobs.array()[first:] if request.output_logprobs is not None else None
+        ),
+        prompt_logprobs=None if failed else prompt_rows,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        error=request.error,
+        stats=request.stats if is_last else None,
+    )
+
+
+def request_info(live: LiveRequest, now_s: float) -> RequestInfo:
+    """Return what operators see of a request."""
+    request = live.request
+    return RequestInfo(
+        request_id=request.request_id,
+        client_id=request.client_id,
+        status=request.status,
+        worker_id=live.worker.id if live.worker else None,
+        priority=request.priority,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_output_tokens=len(request.output_token_ids),
+        num_blocks=len(live.block_ids),
+        num_evictions=request.stats.num_evictions,
+        waited_s=max(now_s - live.submitted_s, 0.0),
+    )

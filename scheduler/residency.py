@@ -1,0 +1,212 @@
+"""How a request gets onto a worker, off it again, and what of it goes to the offload store.
+
+Rules:
+- A block is held by exactly those who will free it: a request's table, a store operation, or a
+  chunk under way.
+- A block is reused only after whoever reads or writes it has reported back: a request that leaves
+  in the middle hands its blocks to that operation or chunk.
+- Blocks for all known tokens are taken at admission, so a prompt never stops half-way for lack
+  of them; only generated tokens need more later.
+"""
+
+from __future__ import annotations
+
+from scheduler import policy
+from scheduler.core import Core
+from scheduler.live import LiveRequest, StoreOp, WorkerView
+from scheduler.messages import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
+from scheduler.policy import Placement
+from scheduler.request import RequestStatus
+
+
+def admit(core: Core) -> None:
+    """Place waiting requests in order until the head finds no room."""
+    while (live := core.head()) is not None:
+        placement = policy.choose_worker(live, core.workers.values(), core.config)
+        if placement is None:
+            choice = policy.choose_worker_to_clear(live, core.workers.values(), core.config)
+            if choice is None or not choice[1]:
+                return
+            for victim in choice[1]:
+                evict(core, victim, f"its place goes to {live.id}")
+            placement = policy.choose_worker(live, core.workers.values(), core.config)
+            if placement is None:
+                return
+        place(core, live, placement)
+
+
+def place(core: Core, live: LiveRequest, placement: Placement) -> None:
+    """Give a waiting request blocks on a worker, and ask the store for what it may read."""
+    request, worker = live.request, placement.worker
+    cached = placement.cached_block_ids
+    worker.pool.take(cached)
+    total = policy.blocks_for(request.num_tokens, live.block_size)
+    live.worker = worker
+    live.block_ids = cached + worker.pool.allocate(total - len(cached))
+    live.num_kv_tokens = len(cached) * live.block_size
+    live.num_registered_blocks = len(cached)
+    worker.residents[live.id] = live
+
+    limits = request.num_readable_tokens
+    _count_query(core, live)
+    num_asked = max(limits) // live.block_size
+    if not core.config.enable_offload or num_asked <= len(cached):
+        run(core, live, "nothing to load")
+        return
+    live.move_to(RequestStatus.LOADING, core.now_s, "looks in the offload store")
+    op = core.open_op(worker, live, num_asked)
+    core.stats.num_store_queries += limits.shared > 0
+    core.actions.append(
+        LookupBlocks(
+            op_id=op.op_id,
+            request_id=live.id,
+            block_hashes=live.block_hashes(num_asked),
+            num_readable_tokens=limits.shared,
+            num_own_tokens=limits.own,
+            skip_reading_prefix_cache=request.sampling_params.skips_reading_prefix_cache,
+        )
+    )
+
+
+def _count_query(core: Core, live: LiveRequest) -> None:
+    if live.request.num_readable_tokens.shared == 0:
+        core.stats.num_cache_bypasses += 1
+    elif core.config.enable_prefix_caching:
+        core.stats.num_worker_cache_queries += 1
+        core.stats.num_worker_cache_hit_tokens += live.num_kv_tokens
+
+
+def run(core: Core, live: LiveRequest, why: str) -> None:
+    """Make a placed request computable, unless it was to be evicted meanwhile."""
+    stats = live.request.stats
+    if not (stats.num_evictions or stats.num_workers_lost):
+        stats.num_cached_tokens = live.num_kv_tokens
+    live.move_to(RequestStatus.RUNNING, core.now_s, why)
+    if live.is_evict_wanted:
+        evict(core, live, "wanted while it loaded")
+
+
+def load(core: Core, live: LiveRequest, worker: WorkerView, num_hit_blocks: int) -> None:
+    """Load what the store promised beyond the blocks that are here already."""
+    num_here = live.num_kv_tokens // live.block_size
+    op = core.open_op(worker, live, num_hit_blocks - num_here)
+    core.actions.append(
+        LoadBlocks(
+            op_id=op.op_id,
+            request_id=live.id,
+            worker_id=worker.id,
+            block_hashes=live.block_hashes(num_hit_blocks)[num_here:],
+            block_ids=live.block_ids[num_here:num_hit_blocks],
+        )
+    )
+
+
+def end_load(core: Core, live: LiveRequest, num_loaded_blocks: int, why: str) -> None:
+    """Go on from the blocks that the store supplied, if any, and drop its pins."""
+    live.num_kv_tokens += num_loaded_blocks * live.block_size
+    live.request.stats.num_restored_blocks += num_loaded_blocks
+    core.stats.num_loaded_blocks += num_loaded_blocks
+    register_full_blocks(live)
+    core.actions.append(ReleaseBlocks(request_id=live.id, forget=False))
+    run(core, live, why)
+
+
+def register_full_blocks(live: LiveRequest) -> None:
+    """Offer the blocks that have become full to the worker's prefix cache."""
+    num_full = live.num_kv_tokens // live.block_size
+    if live.worker is None or num_full <= live.num_registered_blocks:
+        return
+    hashes = live.block_hashes(num_full)
+    for i in range(live.num_registered_blocks, num_full):
+        live.worker.pool.register(live.block_ids[i], hashes[i])
+    live.num_registered_blocks = num_full
+
+
+def evict(core: Core, live: LiveRequest, why: str) -> None:
+    """Take a request off its worker now, or as soon as what is under way for it ends."""
+    worker = live.worker
+    if worker is None or live.status is RequestStatus.SAVING:
+        return
+    if live.in_flight is not None or live.op_id is not None:
+        live.is_evict_wanted = True
+        return
+    live.request.stats.num_evictions += 1
+    core.stats.num_evictions += 1
+    num_full = live.num_kv_tokens // live.block_size
+    if not core.config.enable_offload or not num_full:
+        requeue(core, live, why)
+        return
+    worker.pool.free(live.block_ids[num_full:])
+    del live.block_ids[num_full:]
+    live.is_evict_wanted = False
+    live.move_to(RequestStatus.SAVING, core.now_s, why)
+    op = core.open_op(worker, live, num_full)
+    _save(core, live, op, owned=True)
+
+
+def save_finished(core: Core, live: LiveRequest) -> None:
+    """Offer a finished request's blocks to other workers, unless that would cramp this one."""
+    worker = live.worker
+    num_full = live.num_kv_tokens // live.block_size
+    if worker is None or not (core.config.enable_offload and core.config.save_finished):
+        return
+    if not 0 < num_full <= worker.pool.num_free:
+        return
+    op = core.open_op(worker, None, num_full)
+    op.held_block_ids = live.block_ids[:num_full]
+    worker.pool.take(op.held_block_ids)
+    _save(core, live, op, owned=False)
+
+
+def _save(core: Core, live: LiveRequest, op: StoreOp, *, owned: bool) -> None:
+    core.actions.append(
+        SaveBlocks(
+            op_id=op.op_id,
+            request_id=live.id,
+            worker_id=op.worker.id,
+            block_hashes=live.block_hashes(op.num_blocks),
+            block_ids=live.block_ids[: op.num_blocks],
+            owned=owned,
+            replace=owned and live.request.sampling_params.skips_reading_prefix_cache,
+        )
+    )
+
+
+def requeue(core: Core, live: LiveRequest, why: str) -> None:
+    """Send a request back to wait in its old place, with all its progress and no blocks."""
+    live.move_to(RequestStatus.WAITING, core.now_s, why)
+    leave_worker(core, live)
+    core.queue(live)
+
+
+def leave_worker(core: Core, live: LiveRequest) -> None:
+    """Detach a request from its worker; blocks still in use go to their user."""
+    worker = live.worker
+    if worker is None:
+        return
+    op = core.ops.get(live.op_id) if live.op_id is not None else None
+    flight = next((f for f in worker.in_flight if f.live is live), None)
+    if op is not None:
+        op.live = None
+        op.held_block_ids += live.block_ids
+    elif live.in_flight is not None and flight is not None:
+        flight.orphaned_block_ids += live.block_ids
+    else:
+        worker.pool.free(live.block_ids)
+    if live.is_known_to_worker:
+        worker.released_request_ids.append(live.id)
+    del worker.residents[live.id]
+    forget_place(live)
+
+
+def forget_place(live: LiveRequest) -> None:
+    """Reset everything that was true of the request on its last worker only."""
+    live.worker = None
+    live.block_ids = []
+    live.num_kv_tokens = 0
+    live.num_registered_blocks = 0
+    live.num_sent_blocks = 0
+    live.is_known_to_worker = False
+    live.in_flight = None
+    live.op_id = None
+    live.is_evict_wanted = False

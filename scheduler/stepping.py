@@ -1,0 +1,152 @@
+"""Steps: which chunks a worker computes next, and what their results change."""
+
+from __future__ import annotations
+
+from scheduler import policy
+from scheduler.core import Core
+from scheduler.ending import finish
+from scheduler.errors import InvariantViolation, RequestFailed, from_wire
+from scheduler.live import InFlight, LiveRequest, WorkerView
+from scheduler.messages import BatchDone, BatchFailed, Chunk, ChunkResult, RunBatch, SchedulerOutput
+from scheduler.request import FinishReason, RequestStatus
+from scheduler.residency import evict, register_full_blocks
+from scheduler.steps import make_chunk
+
+
+def start_step(core: Core, worker: WorkerView) -> None:
+    """Start the next step of an idle worker if there is anything to compute or to tell it.
+
+    Decodes go first, then prefill chunks, each in order of service, within the token budget. A
+    request whose last batch failed as a whole is computed alone, so that the one at fault is found.
+    """
+    running = [r for r in worker.active() if r.status is RequestStatus.RUNNING]
+    alone = next((r for r in running if r.runs_alone), None)
+    if alone is not None:
+        running = [alone]
+    budget = core.config.max_num_batched_tokens
+    flights: list[InFlight] = []
+    for live in sorted(running, key=lambda r: not r.is_decoding):
+        if budget <= 0:
+            break
+        if live.status is not RequestStatus.RUNNING:
+            continue  # evicted meanwhile, for one of those before it
+        end = policy.chunk_end(live, budget, core.config)
+        if not _has_blocks(core, live, end):
+            continue
+        budget -= end - live.num_kv_tokens
+        chunk = make_chunk(live, end)
+        live.in_flight = chunk
+        live.is_known_to_worker = True
+        live.num_sent_blocks = len(live.block_ids)
+        flights.append(InFlight(live, chunk))
+    if not flights and not worker.released_request_ids:
+        return
+    worker.step_id = core.next_step_id
+    worker.in_flight = flights
+    core.next_step_id += 1
+    core.stats.num_steps += 1
+    core.stats.num_chunks += len(flights)
+    output = SchedulerOutput(
+        step_id=worker.step_id,
+        chunks=[flight.chunk for flight in flights],
+        released_request_ids=worker.released_request_ids,
+    )
+    worker.released_request_ids = []
+    core.actions.append(RunBatch(worker_id=worker.id, output=output))
+
+
+def _has_blocks(core: Core, live: LiveRequest, end: int) -> bool:
+    """Give the request blocks for the positions before `end`, evicting others if need be.
+
+    A request that may evict nobody keeps its blocks and waits: giving them up would cost a save
+    and a load, and those before it take them when they need them.
+    """
+    worker = live.worker
+    if worker is None:
+        return False
+    missing = policy.blocks_for(end, live.block_size) - len(live.block_ids)
+    if missing <= 0:
+        return True
+    while worker.pool.num_free + worker.num_leaving_blocks() < missing:
+        victim = policy.choose_victim(live.request, worker)
+        if victim is None:
+            return False
+        evict(core, victim, f"its blocks go to {live.id}")
+    if worker.pool.num_free < missing:
+        return False
+    live.block_ids += worker.pool.allocate(missing)
+    return True
+
+
+def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
+    """Hand a step's results to their requests."""
+    core.stats.compute_s += event.output.compute_s
+    results = {result.request_id: result for result in event.output.results}
+    for flight in _end_step(worker):
+        live = flight.live
+        result = results.get(live.id)
+        if result is None:
+            lost = RequestFailed("the worker's answer holds nothing for this request")
+            result = ChunkResult(live.id, error=lost.to_wire())
+        _take_result(
+            core, live, flight.chunk.start, flight.chunk.start + len(flight.chunk.token_ids), result
+        )
+
+
+def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
+    """Deal with a step that raised: a lone request is at fault, several are tried one by one."""
+    flights = _end_step(worker)
+    for flight in flights:
+        live = flight.live
+        # What the worker made of the message is unknown: it is told everything anew.
+        worker.released_request_ids.append(live.id)
+        live.is_known_to_worker = False
+        live.num_sent_blocks = 0
+        if len(flights) == 1:
+            finish(core, live, FinishReason.ERROR, error=from_wire(event.error))
+        else:
+            live.runs_alone = True
+            if live.is_evict_wanted:
+                evict(core, live, "wanted while its batch failed")
+
+
+def _end_step(worker: WorkerView) -> list[InFlight]:
+    """Make the worker idle; return the flights whose requests are still there."""
+    flights, worker.in_flight, worker.step_id = worker.in_flight, [], None
+    staying = []
+    for flight in flights:
+        worker.pool.free(flight.orphaned_block_ids)
+        if flight.live.in_flight is flight.chunk:
+            flight.live.in_flight = None
+            staying.append(flight)
+    return staying
+
+
+def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResult) -> None:
+    request = live.request
+    start, end = chunk.start, chunk.start + len(chunk.token_ids)
+    num_computed, num_rows = request.num_computed_tokens, request.num_rows_missing
+    core.stats.num_computed_tokens += end - start
+    if result.error is not None:
+        finish(core, live, FinishReason.ERROR, error=from_wire(result.error))
+        return
+    try:
+        request.advance(end, result.rows, result.sampled_token_id, result.sampled_logprobs)
+    except InvariantViolation as error:
+        finish(core, live, FinishReason.ERROR, error=RequestFailed(error.message))
+        return
+    again = max(min(end, num_computed) - start, 0)
+    request.stats.num_recomputed_tokens += again
+    core.stats.num_recomputed_tokens += again
+    core.stats.num_prompt_rows += num_rows - request.num_rows_missing
+    core.stats.num_generated_tokens += result.sampled_token_id is not None
+    live.runs_alone = False
+    live.num_kv_tokens = end
+    register_full_blocks(live)
+    ended = policy.end_of(request)
+    if ended is not None:
+        finish(core, live, ended[0], stop_reason=ended[1])
+        return
+    core.emit(live)
+    if live.is_evict_wanted:
+        evict(core, live, "wanted while it was computed")

@@ -1,0 +1,201 @@
+"""A worker without a model, whose every result depends on every KV slot before it.
+
+The KV of position p is a 64-bit mix of the KV of p-1 and the token, so it names its whole prefix,
+as real KV does. A row or a sampled token is a function of the sum of all KV from position 0 to p,
+read through the block table. A block that was reused too early, restored into the wrong place, or
+never written changes that sum and with it every later result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.codec import IntArray, int_array
+from scheduler.errors import NumericalError
+from scheduler.logprobs import Logprobs
+from scheduler.messages import (
+    ChunkResult,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    WorkerInfo,
+)
+from scheduler.request import FinishReason
+from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
+
+VOCAB_SIZE = 40
+EOS = 7
+POISON = 13
+"""A prompt that holds this token comes out as NaN."""
+MASK = 2**64 - 1
+
+
+def _mix(parent: int, token: int) -> int:
+    value = (parent * 6364136223846793005 + (token + 1) * 1442695040888963407) & MASK
+    return value ^ (value >> 29)
+
+
+def _row(total: int, actual: int, k: int) -> tuple[list[int], list[float], list[int]]:
+    """Return (token ids, logprobs, ranks) of a made-up but honest distribution."""
+    shift = total % VOCAB_SIZE
+    logprobs = {
+        token: np.float32(-0.25 * ((token + shift) % VOCAB_SIZE) - (total % 997) / 1000)
+        for token in range(VOCAB_SIZE)
+    }
+    ordered = sorted(range(VOCAB_SIZE), key=lambda t: (-logprobs[t], t))
+    tokens = [actual, *ordered[:k]]
+    return tokens, [float(logprobs[t]) for t in tokens], [ordered.index(t) + 1 for t in tokens]
+
+
+def _rows(totals: Sequence[int], actuals: Sequence[int], k: int) -> Logprobs:
+    rows = [_row(total, actual, k) for total, actual in zip(totals, actuals, strict=True)]
+    return Logprobs(
+        int_array([r[0] for r in rows]).reshape(len(rows), k + 1),
+        np.asarray([r[1] for r in rows], np.float32).reshape(len(rows), k + 1),
+        int_array([r[2] for r in rows]).reshape(len(rows), k + 1),
+    )
+
+
+def _sample(total: int, seed: int, position: int, banned: Sequence[int]) -> int:
+    token = (total ^ (seed * 31 + position * 17)) % VOCAB_SIZE
+    while token in banned or token == POISON:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def _width(k: int) -> int:
+    return VOCAB_SIZE if k == ALL_LOGPROBS else k
+
+
+@dataclass
+class _Tracked:
+    new: NewRequest
+    table: list[int]
+    num_output_tokens: int
+
+
+@dataclass
+class FakeRunner:
+    """Executes step messages like a `ModelRunner`."""
+
+    worker_id: str
+    num_blocks: int
+    block_size: int
+    tracked: dict[str, _Tracked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kv = np.zeros((self.num_blocks, self.block_size), np.uint64)
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            device="fake",
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            block_bytes=self.block_size * 8,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=10_000,
+            eos_token_ids=(EOS,),
+            model_fingerprint="fake",
+        )
+
+    def read_blocks(self, block_ids: Sequence[int]) -> np.ndarray:
+        return self.kv[list(block_ids)].view(np.uint8).copy()
+
+    def write_blocks(self, block_ids: Sequence[int], data: np.ndarray) -> None:
+        self.kv[list(block_ids)] = np.ascontiguousarray(data).view(np.uint64)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in output.released_request_ids:
+            del self.tracked[request_id]
+        results = []
+        for chunk in output.chunks:
+            if chunk.new is not None:
+                if chunk.request_id in self.tracked:
+                    raise RuntimeError(f"{chunk.request_id} is new twice")
+                self.tracked[chunk.request_id] = _Tracked(
+                    chunk.new, [], chunk.new.num_output_tokens
+                )
+            tracked = self.tracked[chunk.request_id]
+            tracked.table += chunk.new_block_ids.tolist()
+            results.append(self._compute(tracked, chunk))
+        return ModelRunnerOutput(output.step_id, results, 0.001)
+
+    def _compute(self, tracked: _Tracked, chunk) -> ChunkResult:
+        end = chunk.start + len(chunk.token_ids)
+        table = np.asarray(tracked.table)
+        if end > len(table) * self.block_size:
+            raise RuntimeError(f"{chunk.request_id}: {end} tokens in {len(table)} blocks")
+        if POISON in chunk.token_ids:
+            return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
+        positions = np.arange(end)
+        where = (table[positions // self.block_size], positions % self.block_size)
+        parent = int(self.kv[where[0][chunk.start - 1], where[1][chunk.start - 1]]) if chunk.start else 0
+        for i, token in enumerate(chunk.token_ids.tolist()):
+            parent = _mix(parent, token)
+            self.kv[where[0][chunk.start + i], where[1][chunk.start + i]] = parent
+        totals = np.cumsum(self.kv[where], dtype=np.uint64)
+        rows = sampled = sampled_logprobs = None
+        params = tracked.new.sampling_params
+        if len(chunk.row_target_ids):
+            at = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
+            k = _width(tracked.new.num_prompt_logprobs)
+            rows = _rows([int(totals[p]) for p in at], chunk.row_target_ids.tolist(), k)
+        if chunk.sample:
+            total = int(totals[end - 1])
+            young = tracked.num_output_tokens < params.min_tokens
+            banned = tracked.new.banned_until_min_tokens if young else ()
+            sampled = _sample(total, tracked.new.seed, end, banned)
+            tracked.num_output_tokens += 1
+            if params.logprobs is not None:
+                sampled_logprobs = _rows([total], [sampled], _width(params.logprobs))
+        return ChunkResult(chunk.request_id, rows, sampled, sampled_logprobs)
+
+
+@dataclass
+class Expected:
+    """What a request must come to, computed without any engine."""
+
+    rows: Logprobs | None
+    token_ids: list[int]
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+
+
+def expected_output(
+    prompt: IntArray, params: SamplingParams, seed: int, max_tokens: int
+) -> Expected:
+    """Return the one right answer for a request."""
+    if POISON in prompt:
+        return Expected(None, [], None, FinishReason.ERROR)
+    tokens = prompt.tolist()
+    totals: list[int] = []
+    parent = total = 0
+    for token in tokens:
+        parent = _mix(parent, token)
+        total = (total + parent) & MASK
+        totals.append(total)
+    rows = None
+    if params.prompt_logprobs is not None:
+        rows = _rows(totals[:-1], tokens[1:], _width(params.prompt_logprobs))
+    output: list[int] = []
+    output_totals = []
+    reason = FinishReason.LENGTH
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    while len(output) < max_tokens:
+        banned = sorted(stops) if len(output) < params.min_tokens else ()
+        token = _sample(total, seed, len(tokens) + len(output), banned)
+        output.append(token)
+        output_totals.append(total)
+        if token in stops and len(output) >= params.min_tokens:
+            reason = FinishReason.STOP
+            break
+        parent = _mix(parent, token)
+        total = (total + parent) & MASK
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = _rows(output_totals, output, _width(params.logprobs))
+    return Expected(rows, output, logprobs, reason)

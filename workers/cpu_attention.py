@@ -1,0 +1,253 @@
+"""Exact paged attention on CPU: the bits of a row depend on its request's tokens alone.
+
+How a matrix product rounds depends on the kernel that the library picks, and it picks by the
+shape, the number of threads and the machine. What was found not to depend on them is a product
+that sums over at most 256 numbers, for row counts that are multiples of 16. So:
+- Queries are taken in tiles that start at absolute positions that are multiples of 128; a tile
+  reads the keys up to its own end (masked), so the number of keys is a function of position only.
+- A tile's rows (tokens times query heads per KV head) are padded to a multiple of 16. A decode is
+  a tile with one token.
+- The product with V sums over the keys, so it goes in partitions of 256 keys, added up in fp32 in
+  their order. The weights are rounded to the model's dtype first, as transformers' eager attention
+  does.
+- Keys after the request's end are read from the cache's zero slot, so that nothing stale is summed.
+Tiles of equal shape, whosever they are, are computed together; how the batch falls into such
+groups changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.kv_cache import KVCache, Span
+
+TILE = 128
+"""Positions per query tile."""
+ROW_MULTIPLE = 16
+KEY_PARTITION = 256
+MAX_HEAD_DIM = 256
+"""Largest head size for which the product of q and k sums over few enough numbers."""
+_GROUP_NUMBERS = 16 * 2**20
+"""Numbers (scores, or KV) that one group of tiles may hold at once."""
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Tile:
+    span: int
+    first_row: int
+    """Row of the batch of the tile's first token."""
+    start: int
+    """Position of that token."""
+    num_tokens: int
+    end: int
+    """Position after the last token whose KV is known."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tiles of one shape, computed together."""
+
+    num_tiles: int
+    rows: int
+    """Rows per tile and KV head, padding included."""
+    num_keys: int
+    first_padded: int
+    """Where the group's rows start among all rows of the plan."""
+    kv_rows: torch.Tensor
+    """int64 [tiles * kv_heads * num_keys]: rows of the cache as [slots * kv_heads, head_dim]."""
+    bias: torch.Tensor
+    """[tiles, 1, rows, biased keys]: 0 or -inf, for the last keys of the tile."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What depends on a step's batch, a window and the numbers of heads, but not on the layer."""
+
+    groups: list[_Group]
+    query_rows: torch.Tensor
+    """int64 [padded rows]: rows of the query seen as [rows * heads, head_dim]."""
+    output_rows: torch.Tensor
+    """int64 [rows * heads]: where each row of the output is among the padded rows."""
+
+
+class BlockedKernel:
+    """Attention of one step's batch; see the module's rules."""
+
+    def __init__(self, spans: Sequence[Span], cache: KVCache) -> None:
+        self._cache = cache
+        self._tables = np.full(
+            (len(spans), max(len(span.block_table) for span in spans)), cache.num_blocks, np.int64
+        )
+        self._tiles: list[_Tile] = []
+        for i, span in enumerate(spans):
+            self._tables[i, : len(span.block_table)] = span.block_table
+            for first in range(span.start - span.start % TILE, span.end, TILE):
+                start = max(first, span.start)
+                end = min(first + TILE, span.end)
+                row = span.first_row + start - span.start
+                self._tiles.append(_Tile(i, row, start, end - start, end))
+        self._plans: dict[tuple[int | None, int, int, int], _Plan] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, scaling: float, window: int | None, cap: float | None
+    ) -> torch.Tensor:
+        """See `workers.attention.Kernel.attend`."""
+        rows, heads, head_dim = query.shape
+        keys, values = self._cache.key(layer), self._cache.value(layer)
+        kv_heads = keys.shape[2]
+        plan = self._plan(window, rows, heads, kv_heads)
+        padded = query.reshape(-1, head_dim).index_select(0, plan.query_rows)
+        out = torch.empty_like(padded)
+        for group in plan.groups:
+            part = slice(
+                group.first_padded,
+                group.first_padded + group.num_tiles * kv_heads * group.rows,
+            )
+            shape = (group.num_tiles * kv_heads, group.num_keys, head_dim)
+            k = keys.view(-1, head_dim).index_select(0, group.kv_rows).view(shape)
+            v = values.view(-1, head_dim).index_select(0, group.kv_rows).view(shape)
+            q = padded[part].view(-1, group.rows, head_dim)
+            weights = _weights(q, k, group, scaling, cap)
+            out[part] = _weighted_sum(weights, v).view(-1, head_dim)
+        return out.index_select(0, plan.output_rows).view(rows, heads, head_dim)
+
+    def _plan(self, window: int | None, rows: int, heads: int, kv_heads: int) -> _Plan:
+        key = (window, rows, heads, kv_heads)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(window, rows, heads, kv_heads)
+        return self._plans[key]
+
+    def _make_plan(self, window: int | None, rows: int, heads: int, kv_heads: int) -> _Plan:
+        per_kv_head = heads // kv_heads
+        shapes: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
+        for tile in self._tiles:
+            num_rows = _round_up(tile.num_tokens * per_kv_head, ROW_MULTIPLE)
+            shapes[num_rows, _tile_end(tile) - _first_key(tile, window)].append(tile)
+        groups: list[_Group] = []
+        query_rows: list[Int64Array] = []
+        output_rows = np.zeros(rows * heads, np.int64)
+        first_padded = 0
+        for (num_rows, num_keys), tiles in shapes.items():
+            numbers = kv_heads * num_keys * max(num_rows, self._cache.layers[0].head_dim)
+            at_once = max(1, _GROUP_NUMBERS // numbers)
+            for i in range(0, len(tiles), at_once):
+                part = tiles[i : i + at_once]
+                source, is_real = _query_rows(part, num_rows, heads, kv_heads)
+                places = first_padded + np.arange(source.size, dtype=np.int64)
+                output_rows[source[is_real]] = places.reshape(source.shape)[is_real]
+                query_rows.append(source.reshape(-1))
+                groups.append(
+                    _Group(
+                        len(part),
+                        num_rows,
+                        num_keys,
+                        first_padded,
+                        torch.from_numpy(self._kv_rows(part, num_keys, window, kv_heads)),
+                        self._bias(part, num_rows, num_keys, window, per_kv_head),
+                    )
+                )
+                first_padded += source.size
+        return _Plan(
+            groups,
+            torch.from_numpy(np.concatenate(query_rows)),
+            torch.from_numpy(output_rows),
+        )
+
+    def _kv_rows(
+        self, tiles: list[_Tile], num_keys: int, window: int | None, kv_heads: int
+    ) -> Int64Array:
+        first = np.array([_first_key(tile, window) for tile in tiles])
+        positions = first[:, None] + np.arange(num_keys)
+        known = positions < np.array([tile.end for tile in tiles])[:, None]
+        size = self._cache.block_size
+        blocks = np.where(known, positions // size, 0)
+        slots = self._tables[np.array([tile.span for tile in tiles])[:, None], blocks] * size
+        slots = np.where(known, slots + positions % size, self._cache.zero_slot)
+        rows: Int64Array = slots[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
+        return rows.reshape(-1)
+
+    def _bias(
+        self,
+        tiles: list[_Tile],
+        num_rows: int,
+        num_keys: int,
+        window: int | None,
+        per_kv_head: int,
+    ) -> torch.Tensor:
+        """Return what masks a tile's scores; without a window only its own 128 keys need it."""
+        biased = num_keys if window is not None else TILE
+        tokens = np.minimum(
+            np.arange(num_rows) // per_kv_head, np.array([[t.num_tokens - 1] for t in tiles])
+        )
+        queries = np.array([[tile.start] for tile in tiles]) + tokens
+        ends = np.array([_tile_end(tile) for tile in tiles])
+        keys = ends[:, None] - biased + np.arange(biased)
+        distance = queries[:, :, None] - keys[:, None, :]
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        bias = torch.zeros((len(tiles), 1, num_rows, biased), dtype=self._cache.dtype)
+        return bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf)
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, group: _Group, scaling: float, cap: float | None
+) -> torch.Tensor:
+    """Return softmax(q k^T * scaling), rounded to the dtype of q, in fp32 [batch, rows, keys]."""
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scaling)
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
+    by_tile = scores.view(group.num_tiles, -1, group.rows, group.num_keys)
+    by_tile[..., group.num_keys - group.bias.shape[-1] :].add_(group.bias)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+
+
+def _weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return weights @ v, summed in fp32 over partitions of keys in their order."""
+    num_keys = v.shape[1]
+    if num_keys <= KEY_PARTITION:
+        return torch.bmm(weights, v)
+    weights, v = weights.float(), v.float()
+    total = torch.bmm(weights[:, :, :KEY_PARTITION], v[:, :KEY_PARTITION])
+    for first in range(KEY_PARTITION, num_keys, KEY_PARTITION):
+        keys = slice(first, first + KEY_PARTITION)
+        total += torch.bmm(weights[:, :, keys], v[:, keys])
+    return total
+
+
+def _query_rows(
+    tiles: list[_Tile], num_rows: int, heads: int, kv_heads: int
+) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Return the query's row for each padded row, [tiles, kv_heads, rows], and which are real."""
+    per_kv_head = heads // kv_heads
+    row = np.arange(num_rows)
+    token = row // per_kv_head
+    real = token < np.array([[tile.num_tokens] for tile in tiles])
+    batch_rows = np.array([[tile.first_row] for tile in tiles]) + np.where(real, token, 0)
+    head = np.arange(kv_heads)[:, None] * per_kv_head + row % per_kv_head
+    source: Int64Array = batch_rows[:, None, :] * heads + head
+    return source, np.broadcast_to(real[:, None, :], source.shape)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _tile_end(tile: _Tile) -> int:
+    return _round_up(tile.start + 1, TILE)
+
+
+def _first_key(tile: _Tile, window: int | None) -> int:
+    """Return the first key a tile reads, a function of the tile's place only."""
+    if window is None:
+        return 0
+    reach = max(_tile_end(tile) - TILE - window + 1, 0)
+    return reach - reach % TILE

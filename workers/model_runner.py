@@ -1,0 +1,367 @@
+"""Runs one step of one worker: a batch of chunks in, new tokens and rows out.
+
+The runner knows of a request only what it was sent: its block table, its parameters, its token
+counts where penalties need them. It takes no decision and holds nothing that the scheduler could
+not send again. Rules:
+- Released requests are forgotten before any chunk is looked at.
+- All chunks of a step are one flattened batch; the output layer runs only on rows that need it.
+- A chunk that can't be computed, or that meets NaN, fails alone: the others' bits are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from scheduler.codec import IntArray
+from scheduler.errors import HaversackError, InvalidRequest, NumericalError
+from scheduler.logprobs import Logprobs
+from scheduler.messages import (
+    Chunk,
+    ChunkResult,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    WorkerInfo,
+)
+from workers.attention import AttentionBatch, use_batch
+from workers.exact_linear import padded_rows
+from workers.kv_cache import ByteArray, KVCache, Span
+from workers.loader import LoadedModel
+from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows
+from workers.sampler import Draw, TokenCounts, sample
+
+_LOGITS_BUDGET_BYTES = 64 * 2**20
+"""fp32 logits that are in memory at once."""
+
+
+class _Tracked:
+    """What the runner keeps of a request between steps."""
+
+    def __init__(self, new: NewRequest) -> None:
+        self.new = new
+        self.block_table: IntArray = np.empty(0, np.int32)
+        self.num_output_tokens = new.num_output_tokens
+        self.counts = (
+            TokenCounts(new.history, new.num_prompt_tokens)
+            if new.sampling_params.needs_token_history
+            else None
+        )
+
+    def draw(self) -> Draw:
+        """Return what the next draw depends on."""
+        return Draw(
+            self.new.sampling_params,
+            self.new.seed,
+            self.num_output_tokens,
+            self.new.banned_until_min_tokens,
+            self.counts,
+        )
+
+    def take(self, token: int) -> None:
+        """Note a token that was sampled here."""
+        self.num_output_tokens += 1
+        if self.counts is not None:
+            self.counts.append([token])
+
+
+@dataclass
+class _Work:
+    """A chunk on its way through a step."""
+
+    chunk: Chunk
+    tracked: _Tracked
+    span: Span
+    error: HaversackError | None = None
+    parts: list[Logprobs] = field(default_factory=list)
+    sampled_token_id: int | None = None
+    sampled_logprobs: Logprobs | None = None
+
+    def result(self) -> ChunkResult:
+        """Return what the chunk brought."""
+        if self.error is not None:
+            return ChunkResult(self.chunk.request_id, error=self.error.to_wire())
+        return ChunkResult(
+            self.chunk.request_id,
+            rows=Logprobs.concat(self.parts) if self.parts else None,
+            sampled_token_id=self.sampled_token_id,
+            sampled_logprobs=self.sampled_logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class _RowsDue:
+    """Rows that one chunk needs from the output layer."""
+
+    work: _Work
+    num_logprobs: int
+    """k"""
+    hidden_rows: IntArray
+    """Rows of the flattened batch."""
+    targets: IntArray
+    """The actual tokens."""
+
+
+class ModelRunner:
+    """One model and its KV cache on one device."""
+
+    def __init__(self, model: LoadedModel, *, num_blocks: int, block_size: int = 16) -> None:
+        """Take a loaded model and make room for `num_blocks` KV blocks of `block_size` tokens."""
+        self._model = model
+        self._cache = KVCache(
+            model.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._tracked: dict[str, _Tracked] = {}
+        self._rows_per_slice = rows_per_slice(model.vocab_size, _LOGITS_BUDGET_BYTES)
+
+    @property
+    def num_tracked_requests(self) -> int:
+        """Requests that something is kept of."""
+        return len(self._tracked)
+
+    def info(self, worker_id: str, node_id: str = "") -> WorkerInfo:
+        """Return what the scheduler has to know about this worker."""
+        return WorkerInfo(
+            worker_id=worker_id,
+            device=str(self._model.device),
+            num_blocks=self._cache.num_blocks,
+            block_size=self._cache.block_size,
+            block_bytes=self._cache.block_bytes,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
+            model_fingerprint=f"{self._model.fingerprint}-{self._cache.block_size}",
+            pid=os.getpid(),
+            node_id=node_id,
+        )
+
+    def read_blocks(self, block_ids: Sequence[int]) -> ByteArray:
+        """See `KVCache.read_blocks`."""
+        return self._cache.read_blocks(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], data: ByteArray) -> None:
+        """See `KVCache.write_blocks`."""
+        self._cache.write_blocks(block_ids, data)
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute a step; return one result per chunk, in their order.
+
+        A result with an error is that of its request alone. An exception from here means that
+        the whole step failed.
+        """
+        started = time.perf_counter()
+        for request_id in step.released_request_ids:
+            self._tracked.pop(request_id, None)
+        works: list[_Work] = []
+        outcomes: list[_Work | ChunkResult] = []
+        first_row = 0
+        for chunk in step.chunks:
+            try:
+                work = self._admit(chunk, first_row, taken={w.chunk.request_id for w in works})
+            except HaversackError as error:
+                outcomes.append(ChunkResult(chunk.request_id, error=error.to_wire()))
+                continue
+            works.append(work)
+            outcomes.append(work)
+            first_row += work.span.num_tokens
+        if works:
+            self._compute(works)
+        results = [item.result() if isinstance(item, _Work) else item for item in outcomes]
+        return ModelRunnerOutput(step.step_id, results, time.perf_counter() - started)
+
+    def _admit(self, chunk: Chunk, first_row: int, taken: set[str]) -> _Work:
+        """Take in what is new of a request, and check that its chunk can be computed."""
+        tracked = _Tracked(chunk.new) if chunk.new else self._tracked.get(chunk.request_id)
+        if tracked is None:
+            raise InvalidRequest(f"request {chunk.request_id!r} is not known to this worker")
+        table = np.concatenate([tracked.block_table, chunk.new_block_ids])
+        span = Span(first_row, chunk.start, len(chunk.token_ids), table)
+        vocab, cache = self._model.vocab_size, self._cache
+        rows = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
+        checks = {
+            "one chunk of a request at a time": chunk.request_id not in taken,
+            "at least one token": span.num_tokens > 0,
+            f"positions in 0..{self._model.max_model_len - 1}": chunk.start >= 0
+            and span.end <= self._model.max_model_len,
+            f"token ids in 0..{vocab - 1}": _within(chunk.token_ids, vocab)
+            and _within(chunk.row_target_ids, vocab),
+            f"block ids in 0..{cache.num_blocks - 1}": _within(table, cache.num_blocks),
+            "blocks for every token": len(table) * cache.block_size >= span.end,
+            "rows at positions of the chunk": not rows
+            or (chunk.start <= rows.start and rows.stop <= span.end),
+            "rows only where they are asked for": not rows
+            or tracked.new.num_prompt_logprobs is not None,
+        }
+        broken = [name for name, holds in checks.items() if not holds]
+        if broken:
+            raise InvalidRequest(
+                f"a chunk of request {chunk.request_id!r} can't be computed; it needs "
+                f"{', '.join(broken)}",
+                request_id=chunk.request_id,
+            )
+        tracked.block_table = table
+        self._tracked[chunk.request_id] = tracked
+        return _Work(chunk, tracked, span)
+
+    def _compute(self, works: list[_Work]) -> None:
+        """Run the model over all chunks and fill in what each brought."""
+        device = self._model.device
+        num_tokens = sum(work.span.num_tokens for work in works)
+        token_ids = np.zeros(padded_rows(num_tokens), np.int64)
+        positions = np.zeros_like(token_ids)
+        for work in works:
+            rows = slice(work.span.first_row, work.span.first_row + work.span.num_tokens)
+            token_ids[rows] = work.chunk.token_ids
+            positions[rows] = np.arange(work.span.start, work.span.end)
+        batch = AttentionBatch([work.span for work in works], self._cache)
+        with use_batch(batch):
+            hidden = self._model.hidden_states(
+                torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
+            )
+        finite = torch.isfinite(hidden[:num_tokens]).all(dim=1).cpu().numpy()
+        starts = [work.span.first_row for work in works]
+        for work, good in zip(works, np.logical_and.reduceat(finite, starts), strict=True):
+            if not good:
+                self._fail(work, "its hidden states")
+        self._prompt_rows(works, hidden)
+        self._sample(works, hidden)
+
+    def _fail(self, work: _Work, where: str) -> None:
+        """Fail one request for NaN or infinity, and wipe the KV that its chunk wrote."""
+        work.error = NumericalError(
+            f"request {work.chunk.request_id!r}: the model produced NaN or infinity in {where} "
+            f"at positions {work.span.start}..{work.span.end - 1}",
+            request_id=work.chunk.request_id,
+        )
+        slots = torch.from_numpy(work.span.slots(self._cache.block_size))
+        self._cache.zero_slots(slots.to(self._model.device))
+
+    def _logits(self, hidden: torch.Tensor, rows: IntArray) -> torch.Tensor:
+        """Return logits of some rows, [at least len(rows), vocab]: as many as keep bits exact."""
+        index = np.zeros(padded_rows(len(rows)), np.int64)
+        index[: len(rows)] = rows
+        picked = hidden.index_select(0, torch.from_numpy(index).to(hidden.device))
+        return self._model.logits(picked)[:, : self._model.vocab_size]
+
+    def _prompt_rows(self, works: list[_Work], hidden: torch.Tensor) -> None:
+        """Make the prompt rows of all chunks, a slice of bounded size at a time."""
+        due = []
+        for work in works:
+            k = work.tracked.new.num_prompt_logprobs
+            if work.error is None and k is not None and len(work.chunk.row_target_ids):
+                first = work.span.first_row + work.chunk.first_row_position - work.span.start
+                targets = work.chunk.row_target_ids
+                hidden_rows = first + np.arange(len(targets), dtype=np.int32)
+                due.append(_RowsDue(work, k, hidden_rows, targets))
+        # Rows of equal width are then neighbours, and are selected together.
+        due.sort(key=lambda rows: rows.num_logprobs)
+        for piece in _slices(due, self._rows_per_slice):
+            logits = self._logits(hidden, np.concatenate([rows.hidden_rows for rows in piece]))
+            logprobs = log_softmax(logits)
+            for rows, found in self._select(piece, logprobs):
+                rows.work.parts.append(found)
+
+    def _select(
+        self, piece: list[_RowsDue], logprobs: torch.Tensor
+    ) -> Iterator[tuple[_RowsDue, Logprobs]]:
+        """Yield the rows of each request in a slice, failing those that met NaN."""
+        first = 0
+        spoilt = has_nan(logprobs).cpu().numpy()
+        for k, group in itertools.groupby(piece, key=lambda rows: rows.num_logprobs):
+            members = list(group)
+            targets = np.concatenate([rows.targets for rows in members]).astype(np.int64)
+            end = first + len(targets)
+            found = select_rows(
+                logprobs[first:end], torch.from_numpy(targets).to(logprobs.device), k
+            ).to_host()
+            offset = 0
+            for rows in members:
+                own = slice(offset, offset + len(rows.targets))
+                offset = own.stop
+                if rows.work.error is None and spoilt[first:end][own].any():
+                    self._fail(rows.work, "its logits")
+                yield rows, found[own]
+            first = end
+
+    def _sample(self, works: list[_Work], hidden: torch.Tensor) -> None:
+        """Sample the next token of each chunk that asks for it, with its row where asked for."""
+        asking = [work for work in works if work.chunk.sample and work.error is None]
+        for first in range(0, len(asking), self._rows_per_slice):
+            part = asking[first : first + self._rows_per_slice]
+            last = np.array([w.span.first_row + w.span.num_tokens - 1 for w in part])
+            logits = self._logits(hidden, last).float()
+            finite = torch.isfinite(logits.amax(dim=1)).tolist()
+            greedy = logits.argmax(dim=1).tolist()
+            for row, work in enumerate(part):
+                if not finite[row]:
+                    self._fail(work, "its logits")
+                    continue
+                draw = work.tracked.draw()
+                try:
+                    plain = draw.is_greedy and draw.uses_raw_logits
+                    token = greedy[row] if plain else sample(logits[row].cpu().numpy(), draw)
+                except HaversackError as error:
+                    work.error = error
+                    continue
+                work.sampled_token_id = token
+                work.tracked.take(token)
+            self._sampled_rows(part, logits)
+
+    def _sampled_rows(self, works: list[_Work], logits: torch.Tensor) -> None:
+        """Make the rows of sampled tokens; `works` has the first rows of `logits`."""
+        asking = [
+            (row, work, k)
+            for row, work in enumerate(works)
+            if work.sampled_token_id is not None
+            and (k := work.tracked.new.sampling_params.logprobs) is not None
+        ]
+        if not asking:
+            return
+        logprobs = log_softmax(logits)
+        asking.sort(key=lambda item: item[2])
+        for k, group in itertools.groupby(asking, key=lambda item: item[2]):
+            members = list(group)
+            index = torch.tensor([row for row, _, _ in members], device=logits.device)
+            targets = torch.tensor(
+                [work.sampled_token_id for _, work, _ in members], device=logits.device
+            )
+            found = select_rows(logprobs.index_select(0, index), targets, k).to_host()
+            for i, (_, work, _) in enumerate(members):
+                work.sampled_logprobs = found[i : i + 1]
+
+
+def _within(ids: IntArray, limit: int) -> bool:
+    return not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < limit)
+
+
+def _slices(due: list[_RowsDue], rows_per_slice: int) -> Iterator[list[_RowsDue]]:
+    """Cut what is due into lists of at most `rows_per_slice` rows."""
+    piece: list[_RowsDue] = []
+    room = rows_per_slice
+    for rows in due:
+        first = 0
+        while first < len(rows.targets):
+            part = slice(first, first + room)
+            taken = dataclasses.replace(
+                rows, hidden_rows=rows.hidden_rows[part], targets=rows.targets[part]
+            )
+            piece.append(taken)
+            first += len(taken.targets)
+            room -= len(taken.targets)
+            if room == 0:
+                yield piece
+                piece, room = [], rows_per_slice
+    if piece:
+        yield piece
