@@ -14,6 +14,7 @@ import atexit
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from scheduler.errors import (
     HaversackError,
     InvalidConfig,
     InvalidRequest,
+    StartupFailed,
 )
 from scheduler.logprobs import Logprobs
 from scheduler.messages import OutputDelta, RequestInfo, Submission
@@ -47,6 +49,7 @@ from scheduler.sampling_params import SEED_LIMIT, SamplingParams
 from workers.model_store import load_tokenizer
 
 _CLOSE_TIMEOUT_S = 5.0
+_RETRY_S = 0.1
 _SETTINGS_OF_A_CLIENT = frozenset({"namespace", "name", "ray_address", "startup_timeout_s"})
 """Settings that say where the engine is, and not what it is like."""
 
@@ -79,7 +82,7 @@ class Client:
         if config is not None and settings:
             raise InvalidConfig("give a config or settings, not both")
         self._config = config or EngineConfig.load(**settings)
-        asked = msgspec.structs.asdict(config) if config is not None else settings
+        asked = msgspec.structs.asdict(config).keys() if config is not None else settings.keys()
         self._counter = itertools.count()
         self._lock = threading.Lock()
         self._live: dict[str, RequestHandle] = {}
@@ -88,11 +91,15 @@ class Client:
         self._tokenizer_lock = threading.Lock()
         self._is_closed = False
         self._started: EngineHandles | None = None
-        self._owns_ray = connect_to_ray(self._config)
+        self._owns_ray = connect_to_ray(self._config, start=start)
         try:
             scheduler = self._find_or_start(start)
             self._connection = Connection(scheduler, self._deliver, self._lose)
-            _check_agreement(asked, self._connection.info)
+            try:
+                _check_agreement(self._config, asked, self._connection.info)
+            except InvalidConfig:
+                self._connection.close()
+                raise
         except BaseException:
             self._let_go()
             raise
@@ -102,6 +109,7 @@ class Client:
             _open_clients.append(self)
 
     def _find_or_start(self, start: bool) -> Any:
+        deadline_s = time.monotonic() + self._config.startup_timeout_s
         while True:
             found = find_engine(self._config)
             if found is not None:
@@ -114,6 +122,12 @@ class Client:
             self._started = start_engine(self._config)
             if self._started is not None:
                 return self._started.scheduler
+            if time.monotonic() > deadline_s:
+                raise StartupFailed(
+                    f"actors of an engine called {self._config.name!r} are there, but it does not "
+                    "come up: end them, or give another name"
+                )
+            time.sleep(_RETRY_S)
 
     # --------------------------------------------------------------------------------- requests
 
@@ -412,18 +426,19 @@ def _one_each(values: Any, count: int, param: str) -> list[Any]:
     return found
 
 
-def _check_agreement(asked: dict[str, Any], info: EngineInfo) -> None:
+def _check_agreement(config: EngineConfig, asked: Iterable[str], info: EngineInfo) -> None:
     """Raise where a setting that was asked for is not what the running engine has."""
-    differing = [
-        f"{name}={value!r} was asked for, it has {info.settings[name]!r}"
-        for name, value in asked.items()
-        if name not in _SETTINGS_OF_A_CLIENT and info.settings[name] != value
-    ]
+    wanted = {name: getattr(config, name) for name in asked if name not in _SETTINGS_OF_A_CLIENT}
+    differing = {name: value for name, value in wanted.items() if info.settings[name] != value}
     if differing:
+        story = ", ".join(
+            f"{name}={value!r} was asked for and it has {info.settings[name]!r}"
+            for name, value in differing.items()
+        )
         raise InvalidConfig(
-            f"an engine called {info.settings['name']!r} is running with other settings: "
-            f"{'; '.join(differing)}. Leave them out to join it, or start another with name=...",
-            field=differing[0].split("=")[0],
+            f"an engine called {config.name!r} is running with other settings: {story}. Leave them "
+            "out to join it, or start another with name=...",
+            field=next(iter(differing)),
         )
 
 

@@ -57,11 +57,12 @@ def actor_name(config: EngineConfig, part: str) -> str:
     return f"haversack-{config.name}-{part}"
 
 
-def connect_to_ray(config: EngineConfig) -> bool:
+def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
     """Make sure that this process is connected to Ray.
 
     Ray that is initialised already is used as it is; else `ray_address` or RAY_ADDRESS, else a
-    cluster that `ray start` started on this machine, else a private one is started.
+    cluster that `ray start` started on this machine, else a private one is started. With
+    `start=False` none is started, and any that runs on this machine will do.
 
     Returns:
         whether this call connected, so that the caller has to disconnect.
@@ -74,7 +75,7 @@ def connect_to_ray(config: EngineConfig) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(
-            address=config.ray_address,
+            address=config.ray_address or (None if start else "auto"),
             namespace=config.namespace,
             include_dashboard=False,
             log_to_driver=False,
@@ -260,8 +261,8 @@ def _wait_for_workers(
                 f"{len(pending)} of {config.num_workers} workers did not start"
                 + (f": {lacking}" if lacking else f" within {config.startup_timeout_s:g} s")
                 + f". The cluster has {_describe(_resources('cluster_resources'))}, of which "
-                f"{_describe(_resources('available_resources'))} are free. Ask for fewer or smaller "
-                "workers, add nodes, or raise startup_timeout_s",
+                f"{_describe(_resources('available_resources'))} are free. Ask for fewer or "
+                "smaller workers, add nodes, or raise startup_timeout_s",
                 num_workers=config.num_workers,
                 cpus_per_worker=config.cpus_per_worker,
                 num_gpus_per_worker=num_gpus,

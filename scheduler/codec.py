@@ -1,7 +1,8 @@
 """msgpack for every struct of the engine; arrays travel as raw little-endian bytes.
 
-An array is written as (dtype, shape, bytes) and read back as a read-only view of the message, so
-decoding a large result copies nothing. One whose dtype is not its field's is refused.
+An array is written as (dtype, shape, bytes) and read back as a read-only array over its own bytes:
+copied once, never element by element, and no array keeps the rest of its message in memory. One
+whose dtype is not its field's is refused.
 """
 
 from __future__ import annotations

@@ -108,6 +108,8 @@ class WorkerView:
     in_flight: list[InFlight] = field(default_factory=list)
     released_request_ids: list[str] = field(default_factory=list)
     """Requests that left since the last step, to be told with the next one."""
+    told_released_ids: list[str] = field(default_factory=list)
+    """Those told with the step under way: told again if it fails."""
 
     @property
     def id(self) -> str:

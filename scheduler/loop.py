@@ -14,11 +14,12 @@ The module decides nothing, and knows no Ray: workers and store are behind the t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol
 
 import msgspec
@@ -118,14 +119,15 @@ class SchedulerLoop:
         store: Store | None = None,
         *,
         client_grace_s: float = CLIENT_GRACE_S,
-        watch_interval_s: float = WATCH_INTERVAL_S,
+        watch_interval_s: float | None = None,
     ) -> None:
         """Start on the running event loop.
 
         Args:
             store: the offload store; None where there is none.
             client_grace_s: a client that has not polled for so long is given up.
-            watch_interval_s: how often workers are pinged and clients looked at.
+            watch_interval_s: how often workers are pinged and clients looked at; None is
+                `WATCH_INTERVAL_S`, or less where the grace is short.
         """
         self._state = state
         self._store = store
@@ -141,8 +143,12 @@ class SchedulerLoop:
         self._refused: dict[int, WireError] = {}
         self._tickets = itertools.count(1)
         self._closed: WireError | None = None
+        self._store_turns: dict[str, asyncio.Future[None]] = {}
+        """The latest call to the store about a request; done when it is answered."""
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        if watch_interval_s is None:
+            watch_interval_s = min(WATCH_INTERVAL_S, client_grace_s / 2)
         self._spawn(self._watch(watch_interval_s))
 
     # ------------------------------------------------------------------------ what clients ask
@@ -325,7 +331,8 @@ class SchedulerLoop:
     async def _lookup(self, action: LookupBlocks) -> None:
         num_hit_tokens = 0
         try:
-            num_hit_tokens = await self._get_store().lookup(action)
+            async with self._store_turn(action.request_id) as store:
+                num_hit_tokens = await store.lookup(action)
         except (CallFailed, ActorLost) as error:
             logger.warning("lookup for %s failed: %s", action.request_id, error)
         self._post(LookupDone(action.op_id, num_hit_tokens, time_s=time.monotonic()))
@@ -333,7 +340,8 @@ class SchedulerLoop:
     async def _load(self, action: LoadBlocks, worker: Worker) -> None:
         event: AnyEvent
         try:
-            num_loaded = await self._get_store().load(action, worker)
+            async with self._store_turn(action.request_id) as store:
+                num_loaded = await store.load(action, worker)
             event = LoadDone(action.op_id, num_loaded, time_s=time.monotonic())
         except (CallFailed, ActorLost) as error:
             logger.warning("load for %s failed: %s", action.request_id, error)
@@ -343,7 +351,8 @@ class SchedulerLoop:
     async def _save(self, action: SaveBlocks, worker: Worker) -> None:
         event: AnyEvent
         try:
-            num_saved, num_copied = await self._get_store().save(action, worker)
+            async with self._store_turn(action.request_id) as store:
+                num_saved, num_copied = await store.save(action, worker)
             event = SaveDone(action.op_id, num_saved, num_copied, time_s=time.monotonic())
         except (CallFailed, ActorLost) as error:
             logger.warning("save of %s failed: %s", action.request_id, error)
@@ -352,14 +361,30 @@ class SchedulerLoop:
 
     async def _release(self, action: ReleaseBlocks) -> None:
         try:
-            await self._get_store().release(action)
+            async with self._store_turn(action.request_id) as store:
+                await store.release(action)
         except (CallFailed, ActorLost) as error:
             logger.warning("release of %s failed: %s", action.request_id, error)
 
-    def _get_store(self) -> Store:
+    @contextlib.asynccontextmanager
+    async def _store_turn(self, request_id: str) -> AsyncIterator[Store]:
+        """Wait until the store has answered every earlier call about the request.
+
+        Calls under way may overtake each other on their way to an actor. A release that overtook
+        the save before it would leave blocks that nobody ever gives back.
+        """
         if self._store is None:
             raise ActorLost("this engine has no offload store")
-        return self._store
+        earlier = self._store_turns.get(request_id)
+        mine = self._store_turns[request_id] = self._loop.create_future()
+        try:
+            if earlier is not None:
+                await earlier
+            yield self._store
+        finally:
+            mine.set_result(None)
+            if self._store_turns.get(request_id) is mine:
+                del self._store_turns[request_id]
 
     # ------------------------------------------------------------------------------ what fails
 

@@ -138,6 +138,7 @@ def evict(core: Core, live: LiveRequest, why: str) -> None:
         return
     worker.pool.free(live.block_ids[num_full:])
     del live.block_ids[num_full:]
+    live.num_kv_tokens = num_full * live.block_size
     live.is_evict_wanted = False
     live.move_to(RequestStatus.SAVING, core.now_s, why)
     op = core.open_op(worker, live, num_full)

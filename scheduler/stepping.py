@@ -51,7 +51,7 @@ def start_step(core: Core, worker: WorkerView) -> None:
         chunks=[flight.chunk for flight in flights],
         released_request_ids=worker.released_request_ids,
     )
-    worker.released_request_ids = []
+    worker.told_released_ids, worker.released_request_ids = worker.released_request_ids, []
     core.actions.append(RunBatch(worker_id=worker.id, output=output))
 
 
@@ -88,14 +88,13 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
         if result is None:
             lost = RequestFailed("the worker's answer holds nothing for this request")
             result = ChunkResult(live.id, error=lost.to_wire())
-        _take_result(
-            core, live, flight.chunk.start, flight.chunk.start + len(flight.chunk.token_ids), result
-        )
+        _take_result(core, live, flight.chunk, result)
 
 
 def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
     """Deal with a step that raised: a lone request is at fault, several are tried one by one."""
     flights = _end_step(worker)
+    worker.released_request_ids += worker.told_released_ids
     for flight in flights:
         live = flight.live
         # What the worker made of the message is unknown: it is told everything anew.

@@ -24,6 +24,8 @@ from scheduler.sampling_params import SEED_LIMIT, SamplingParams
 INT32 = st.integers(-(2**31), 2**31 - 1)
 TOKEN_IDS = st.integers(0, 2**31 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+ROW_LOGPROBS = 2
+"""k of the rows that `rows_for` makes."""
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=4)
 
 _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
@@ -43,6 +45,12 @@ def logprobs(num_rows: int, num_logprobs: int, first: int = 0) -> Logprobs:
     shape = (num_rows, num_logprobs + 1)
     numbers = np.arange(num_rows * shape[1], dtype=np.int32).reshape(shape) + first * shape[1]
     return Logprobs(numbers, -numbers.astype(np.float32) / 7, numbers + 1)
+
+
+def rows_for(token_ids: np.ndarray[Any, Any]) -> Logprobs:
+    """Rows whose column 0 is the token and whose logprobs tell it as well."""
+    ids = np.repeat(token_ids.reshape(-1, 1), ROW_LOGPROBS + 1, axis=1).astype(np.int32)
+    return Logprobs(ids, -ids.astype(np.float32), ids + 1)
 
 
 @st.composite

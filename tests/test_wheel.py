@@ -77,7 +77,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_holds_every_module_and_data_file(wheel: Path, repo_root: Path) -> None:
-    """A file that setuptools was not told of is missed first by a user, and never in the checkout."""
+    """A file that setuptools was not told of is missing for users, never in the checkout."""
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         str(file.relative_to(repo_root))

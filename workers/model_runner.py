@@ -38,7 +38,7 @@ from workers.loader import LoadedModel
 from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows
 from workers.sampler import Draw, TokenCounts, sample
 
-_LOGITS_BUDGET_BYTES = 64 * 2**20
+_LOGITS_BUDGET_BYTES = 96 * 2**20
 """fp32 logits that are in memory at once."""
 
 

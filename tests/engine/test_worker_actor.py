@@ -1,4 +1,4 @@
-"""A worker in a process of its own: messages as bytes, KV through the object store, typed errors."""
+"""A worker in its own process: messages as bytes, KV by the object store, errors by type."""
 
 from __future__ import annotations
 

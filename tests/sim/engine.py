@@ -179,9 +179,7 @@ class SimEngine:
         events = []
         for submission in submissions:
             self._tickets += 1
-            events.append(
-                RequestSubmitted(submission, "client", self._tickets, time_s=self._now_s)
-            )
+            events.append(RequestSubmitted(submission, "client", self._tickets, time_s=self._now_s))
         self.handle(*events)
         answers = [self.refused.get(event.ticket) for event in events]
         for submission, refused in zip(submissions, answers, strict=True):

@@ -110,7 +110,7 @@ class FakeRunner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in output.released_request_ids:
-            del self.tracked[request_id]
+            self.tracked.pop(request_id, None)
         results = []
         for chunk in output.chunks:
             if chunk.new is not None:
@@ -133,7 +133,9 @@ class FakeRunner:
             return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
         positions = np.arange(end)
         where = (table[positions // self.block_size], positions % self.block_size)
-        parent = int(self.kv[where[0][chunk.start - 1], where[1][chunk.start - 1]]) if chunk.start else 0
+        parent = (
+            int(self.kv[where[0][chunk.start - 1], where[1][chunk.start - 1]]) if chunk.start else 0
+        )
         for i, token in enumerate(chunk.token_ids.tolist()):
             parent = _mix(parent, token)
             self.kv[where[0][chunk.start + i], where[1][chunk.start + i]] = parent
@@ -141,7 +143,9 @@ class FakeRunner:
         rows = sampled = sampled_logprobs = None
         params = tracked.new.sampling_params
         if len(chunk.row_target_ids):
-            at = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
+            at = range(
+                chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids)
+            )
             k = _width(tracked.new.num_prompt_logprobs)
             rows = _rows([int(totals[p]) for p in at], chunk.row_target_ids.tolist(), k)
         if chunk.sample:

@@ -171,6 +171,37 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: int) 
         assert same_bits(run_alone(sequence, sizes), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_sums_over_many_keys_have_one_order(dtype: torch.dtype, kv_heads: int) -> None:
+    """Equal weights on values that cancel: what is left is rounding, another order another number.
+
+    The products that libraries pick for few rows, many rows, one head or two threads all differ.
+    """
+    length, heads, head_dim = 1536, 3, 64
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(length // 2, kv_heads, head_dim, generator=generator).to(dtype)
+    q = torch.zeros(length, heads, head_dim, dtype=dtype)
+    k = torch.zeros(length, kv_heads, head_dim, dtype=dtype)
+    v = torch.cat([half, -half[torch.randperm(length // 2, generator=generator)]])
+
+    def run(cuts: Sequence[int]) -> torch.Tensor:
+        spec = LayerSpec(kv_heads, head_dim)
+        cache = KVCache([spec], num_blocks=96, block_size=BLOCK, dtype=dtype)
+        table, out = np.arange(96, dtype=np.int32), []
+        for start, end in zip([0, *cuts], [*cuts, length], strict=True):
+            batch = AttentionBatch([Span(0, start, end - start, table)], cache)
+            part = slice(start, end)
+            out.append(batch.attend(0, q[part], k[part], v[part], SCALING, None, None))
+        return torch.cat(out)
+
+    whole = run([])
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        assert same_bits(run([length - 1]), whole)
+        assert same_bits(run([700, 1020, 1408, 1439, 1455, 1500]), whole)
+
+
 def test_many_tiles_of_one_shape_are_cut_into_groups_without_changing_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The codec: every message, event and action comes out of it as it went in, and nothing else does."""
+"""The codec: every message, event and action comes out as it went in, and nothing else does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import messages
@@ -35,13 +35,11 @@ STRUCTS = [
     and found not in (messages.Event, messages.Action)
 ]
 
-slow_to_build = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
-)
+few_examples = settings(max_examples=25)
 
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-@slow_to_build
+@few_examples
 @given(data=st.data())
 def test_a_message_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject) -> None:
     sent = data.draw(of_type(kind))
@@ -53,7 +51,7 @@ def test_a_message_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject)
     [(AnyEvent, kind) for kind in EVENTS] + [(AnyAction, kind) for kind in ACTIONS],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@slow_to_build
+@few_examples
 @given(data=st.data())
 def test_events_and_actions_are_told_apart_by_their_tag(
     union: Any, kind: type[Any], data: st.DataObject
@@ -62,7 +60,7 @@ def test_events_and_actions_are_told_apart_by_their_tag(
     assert_same(decode(encode(sent), union), sent)
 
 
-@slow_to_build
+@few_examples
 @given(st.lists(of_type(Submission), max_size=3))
 def test_a_list_of_messages_travels_as_one(sent: list[Submission]) -> None:
     assert_same(decode(encode(sent), list[Submission]), sent)
@@ -129,7 +127,7 @@ def test_a_damaged_array_is_refused(wire: object) -> None:
         decode(damaged, SchedulerOutput)
 
 
-@slow_to_build
+@few_examples
 @given(of_type(Chunk), st.data())
 def test_a_message_cut_short_is_refused(chunk: Chunk, data: st.DataObject) -> None:
     message = encode(chunk)

@@ -393,6 +393,16 @@ def test_nan_fails_its_request_alone(poisoned: LoadedModel, place: int) -> None:
     assert Answer(good) == expected
 
 
+def test_nan_is_seen_in_a_chunk_of_which_nothing_is_asked(poisoned: LoadedModel) -> None:
+    """In mid-prefill and without rows: its KV would be cached, and the answer be noise."""
+    own = driver(poisoned)
+    bad = clean(50, 2)
+    bad[20] = 13
+    request = own.request(bad, SamplingParams(max_tokens=1))
+    with pytest.raises(NumericalError, match=r"0\.\.29"):
+        own.step([(request, 0, 30)])
+
+
 def test_nan_in_a_decode_fails_that_request_and_its_blocks_serve_the_next(
     poisoned: LoadedModel,
 ) -> None:

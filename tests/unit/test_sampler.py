@@ -146,6 +146,8 @@ def test_stop_tokens_are_banned_until_enough_tokens_are_generated() -> None:
     tokens = drawn(logits, 8, min_tokens=5, banned=(2,))
     assert 2 not in tokens[:5]
     assert tokens[5:] == [2, 2, 2]
+    biased = drawn(logits, 8, min_tokens=5, banned=(2,), logit_bias={1: 1.0})
+    assert [token == 2 for token in biased] == [False] * 5 + [True] * 3
 
 
 def test_repetition_penalty_counts_prompt_and_output_and_respects_the_sign() -> None:

