@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -50,6 +51,7 @@ _PROMPTS = (
 _PARAMS = SamplingParams(prompt_logprobs=2, logprobs=0, max_tokens=12, seed=7)
 _FORCED = (5, 6, 7)
 """Prompts that are evicted between two chunks of their prefill."""
+_EVICT_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class _Run:
 
 
 def _run(progress: Progress, title: str, *, is_cramped: bool) -> _Run:
-    settings = {"max_num_batched_tokens": 64, "num_blocks": 40} if is_cramped else {}
+    settings: dict[str, Any] = (
+        {"max_num_batched_tokens": 64, "num_blocks": 40} if is_cramped else {}
+    )
     with Client(
         model=DEFAULT_MODEL,
         num_workers=2,
@@ -85,7 +89,7 @@ def _run(progress: Progress, title: str, *, is_cramped: bool) -> _Run:
 def _evict_in_mid_prefill(client: Client, handles: list[RequestHandle]) -> None:
     """Evict each of the long prompts once it has some rows but not all."""
     wanted = {handles[i].request_id for i in _FORCED}
-    deadline_s = time.monotonic() + 300
+    deadline_s = time.monotonic() + _EVICT_TIMEOUT_S
     while wanted and time.monotonic() < deadline_s:
         live = {info.request_id: info for info in client.requests()}
         for name in list(wanted):
