@@ -14,8 +14,8 @@ import atexit
 import itertools
 import secrets
 import threading
-import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,21 +25,15 @@ from cluster.config import EngineConfig
 from cluster.connection import Connection
 from cluster.detokenizer import TokenTable
 from cluster.handle import RequestHandle, wait_until_done
-from cluster.launch import (
-    EngineHandles,
-    connect_to_ray,
-    find_engine,
-    start_engine,
-    stop_engine,
-)
-from cluster.prompts import Prompt, is_one_prompt, parse_prompt
+from cluster.joining import check_agreement, chosen_settings, find_or_start
+from cluster.launch import EngineHandles, connect_to_ray, stop_engine
+from cluster.prompts import Prompt, check_arguments, is_one_prompt, parse_prompt
 from scheduler.errors import (
     DuplicateRequest,
     EngineUnavailable,
     HaversackError,
     InvalidConfig,
     InvalidRequest,
-    StartupFailed,
 )
 from scheduler.logprobs import Logprobs
 from scheduler.messages import OutputDelta, RequestInfo, Submission
@@ -49,9 +43,6 @@ from scheduler.sampling_params import SEED_LIMIT, SamplingParams
 from workers.model_store import load_tokenizer
 
 _CLOSE_TIMEOUT_S = 5.0
-_RETRY_S = 0.1
-_SETTINGS_OF_A_CLIENT = frozenset({"namespace", "name", "ray_address", "startup_timeout_s"})
-"""Settings that say where the engine is, and not what it is like."""
 
 
 class Client:
@@ -65,24 +56,26 @@ class Client:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, start: bool = True, **settings: Any
+        self,
+        config: EngineConfig | str | Path | None = None,
+        *,
+        start: bool = True,
+        **settings: Any,
     ) -> None:
         """Join the engine of that name, or start it.
 
         Args:
-            config: complete settings, instead of `settings`.
+            config: all settings, instead of `settings`; or the path of a YAML file with some.
             start: whether to start an engine where none is running.
-            settings: fields of `EngineConfig`. Those given here must agree with a running engine's.
+            settings: fields of `EngineConfig`. Those given here, and those of the file or the
+                environment that are not the defaults, must agree with a running engine's.
 
         Raises:
             InvalidConfig: a setting is unknown or impossible, or the running engine differs in it.
             EngineUnavailable: none is running and `start` is False, or Ray can't be reached.
             StartupFailed, ModelNotFound, UnsupportedModel: it could not be started.
         """
-        if config is not None and settings:
-            raise InvalidConfig("give a config or settings, not both")
-        self._config = config or EngineConfig.load(**settings)
-        asked = msgspec.structs.asdict(config).keys() if config is not None else settings.keys()
+        self._config, asked = chosen_settings(config, settings)
         self._counter = itertools.count()
         self._lock = threading.Lock()
         self._live: dict[str, RequestHandle] = {}
@@ -93,10 +86,10 @@ class Client:
         self._started: EngineHandles | None = None
         self._owns_ray = connect_to_ray(self._config, start=start)
         try:
-            scheduler = self._find_or_start(start)
+            scheduler, self._started = find_or_start(self._config, start=start)
             self._connection = Connection(scheduler, self._deliver, self._lose)
             try:
-                _check_agreement(self._config, asked, self._connection.info)
+                check_agreement(self._config, asked, self._connection.info)
             except InvalidConfig:
                 self._connection.close()
                 raise
@@ -107,27 +100,6 @@ class Client:
         atexit.register(self.close)
         with _default_lock:
             _open_clients.append(self)
-
-    def _find_or_start(self, start: bool) -> Any:
-        deadline_s = time.monotonic() + self._config.startup_timeout_s
-        while True:
-            found = find_engine(self._config)
-            if found is not None:
-                return found
-            if not start:
-                raise EngineUnavailable(
-                    f"no engine called {self._config.name!r} is running in namespace "
-                    f"{self._config.namespace!r}: start one with cluster.Client(model=...)"
-                )
-            self._started = start_engine(self._config)
-            if self._started is not None:
-                return self._started.scheduler
-            if time.monotonic() > deadline_s:
-                raise StartupFailed(
-                    f"actors of an engine called {self._config.name!r} are there, but it does not "
-                    "come up: end them, or give another name"
-                )
-            time.sleep(_RETRY_S)
 
     # --------------------------------------------------------------------------------- requests
 
@@ -239,25 +211,8 @@ class Client:
         priority: int,
         cache_salt: str | None,
     ) -> RequestHandle:
-        params = sampling_params or SamplingParams()
-        if type(params) is not SamplingParams:
-            raise InvalidRequest(
-                f"sampling_params is a {type(params).__name__}: give SamplingParams",
-                param="sampling_params",
-            )
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise InvalidRequest(
-                f"request_id={request_id!r} is not allowed: give a non-empty string",
-                param="request_id",
-            )
-        if type(priority) is not int:
-            raise InvalidRequest(
-                f"priority={priority!r} is not allowed: give an integer", param="priority"
-            )
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise InvalidRequest(
-                f"cache_salt={cache_salt!r} is not allowed: give a string", param="cache_salt"
-            )
+        params = SamplingParams() if sampling_params is None else sampling_params
+        check_arguments(params, request_id, priority, cache_salt)
         token_ids, text = parse_prompt(prompt, self.info.limits.vocab_size, self._tokenize)
         submission = Submission(
             request_id=request_id or f"{self._connection.client_id}-{next(self._counter)}",
@@ -424,22 +379,6 @@ def _one_each(values: Any, count: int, param: str) -> list[Any]:
             f"{len(found)} {param} were given for {count} prompts: give one for each", param=param
         )
     return found
-
-
-def _check_agreement(config: EngineConfig, asked: Iterable[str], info: EngineInfo) -> None:
-    """Raise where a setting that was asked for is not what the running engine has."""
-    wanted = {name: getattr(config, name) for name in asked if name not in _SETTINGS_OF_A_CLIENT}
-    differing = {name: value for name, value in wanted.items() if info.settings[name] != value}
-    if differing:
-        story = ", ".join(
-            f"{name}={value!r} was asked for and it has {info.settings[name]!r}"
-            for name, value in differing.items()
-        )
-        raise InvalidConfig(
-            f"an engine called {config.name!r} is running with other settings: {story}. Leave them "
-            "out to join it, or start another with name=...",
-            field=next(iter(differing)),
-        )
 
 
 _default_lock = threading.Lock()

@@ -73,6 +73,8 @@ def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's own default gives way to everything else on the machine, its user's other work first.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(
             address=config.ray_address or (None if start else "auto"),

@@ -1,4 +1,4 @@
-"""What a user may give as a prompt, checked and turned into token ids.
+"""What a user may submit: a prompt, checked and turned into token ids, and what comes with it.
 
 Text goes through the model's own tokenizer, with its special tokens, as vLLM does. The module
 knows no Ray and no engine.
@@ -13,6 +13,7 @@ import numpy as np
 
 from scheduler.codec import IntArray, int_array
 from scheduler.errors import InvalidRequest
+from scheduler.sampling_params import SamplingParams
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray[Any, Any] | Mapping[str, Any]"
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -54,6 +55,34 @@ def parse_prompt(
     if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
         return _checked_ids(prompt, vocab_size), None
     raise _refusal(f"a prompt is not a {type(prompt).__name__}: {_FORMS}")
+
+
+def check_arguments(params: Any, request_id: Any, priority: Any, cache_salt: Any) -> None:
+    """Check the types of what comes with a prompt.
+
+    Raises:
+        InvalidRequest: `details["param"]` says which is wrong.
+    """
+    if type(params) is not SamplingParams:
+        raise InvalidRequest(
+            f"sampling_params is a {type(params).__name__}: give SamplingParams",
+            param="sampling_params",
+        )
+    rules = {
+        "request_id": (request_id is None or _is_text(request_id), "a non-empty string"),
+        "priority": (type(priority) is int, "an integer"),
+        "cache_salt": (cache_salt is None or isinstance(cache_salt, str), "a string, or None"),
+    }
+    values = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
+    for param, (holds, allowed) in rules.items():
+        if not holds:
+            raise InvalidRequest(
+                f"{param}={values[param]!r} is not allowed: give {allowed}", param=param
+            )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _checked_ids(token_ids: Sequence[Any], vocab_size: int) -> IntArray:

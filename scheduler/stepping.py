@@ -92,7 +92,11 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
 
 
 def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
-    """Deal with a step that raised: a lone request is at fault, several are tried one by one."""
+    """Deal with a step that raised: a lone request is at fault, several are tried one by one.
+
+    Those that left in the middle of the step were in it all the same.
+    """
+    is_lone = len(worker.in_flight) == 1
     flights = _end_step(worker)
     worker.released_request_ids += worker.told_released_ids
     for flight in flights:
@@ -101,7 +105,7 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
         worker.released_request_ids.append(live.id)
         live.is_known_to_worker = False
         live.num_sent_blocks = 0
-        if len(flights) == 1:
+        if is_lone:
             finish(core, live, FinishReason.ERROR, error=from_wire(event.error))
         else:
             live.runs_alone = True

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 # Machines that run tests are shared: how long an example takes says nothing about the code. All

@@ -216,7 +216,7 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     attention.register()
     silence_progress_bars()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -228,6 +228,7 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype) -> Any:
         )
     except (ValueError, KeyError, NotImplementedError) as error:
         raise _unsupported(config, str(error).splitlines()[0]) from error
+    model, report = loaded
     # What is missing, transformers fills in at random.
     wrong = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
     if wrong:

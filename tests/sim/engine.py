@@ -150,13 +150,11 @@ class SimEngine:
         self.handle(WorkerJoined(info, time_s=self._now_s))
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies: what was under way there never answers."""
+        """A worker dies: its step never answers; the store finds out when it calls the worker."""
         del self.runners[worker_id]
-        lost = [a for a in self.pending if getattr(a, "worker_id", None) == worker_id]
-        for action in lost:
-            self.pending.remove(action)
-            if not isinstance(action, RunBatch):
-                self._next_for_store(action)
+        self.pending = [
+            a for a in self.pending if not (isinstance(a, RunBatch) and a.worker_id == worker_id)
+        ]
         self.handle(WorkerLost(worker_id, "killed", time_s=self._now_s))
 
     def submit(
@@ -215,22 +213,29 @@ class SimEngine:
         if self.live:
             raise AssertionError(f"nothing is under way, but these wait for ever: {self.live}")
 
-    def step(self, *, kind: type[AnyAction] = RunBatch, worker_id: str | None = None) -> bool:
-        """Complete store operations and then one step; False if there is nothing to do."""
-        while self.pending:
-            index = next(
-                (i for i, a in enumerate(self.pending) if not isinstance(a, RunBatch)), None
-            )
-            if index is None:
-                break
+    def index_of(self, *kinds: type[AnyAction]) -> int | None:
+        """Return where the first pending action of these kinds is; None if there is none."""
+        return next((i for i, a in enumerate(self.pending) if isinstance(a, kinds)), None)
+
+    def settle(self) -> None:
+        """Complete store operations until only steps are pending."""
+        store_kinds = (LookupBlocks, LoadBlocks, SaveBlocks, ReleaseBlocks)
+        while (index := self.index_of(*store_kinds)) is not None:
             self.complete(index)
+
+    def step(self) -> bool:
+        """Complete store operations and then one step; False if there is nothing to do."""
+        self.settle()
         if not self.pending:
             return False
         self.complete(0)
         return True
 
     def complete(self, index: int = 0) -> None:
-        """Let a pending action succeed."""
+        """Let a pending action succeed; a load or save on a worker that is gone fails."""
+        if getattr(self.pending[index], "worker_id", None) not in {None, *self.runners}:
+            self.fail(index)
+            return
         action = self.pending.pop(index)
         match action:
             case RunBatch():
@@ -272,7 +277,7 @@ class SimEngine:
             case LookupBlocks():
                 self._answer(action, LookupDone(action.op_id, 0, time_s=self._now_s))
             case LoadBlocks():
-                if num_done:
+                if num_done and action.worker_id in self.runners:
                     self._load(action, min(num_done, len(action.block_ids)))
                 else:
                     self._answer(action, LoadFailed(action.op_id, "boom", time_s=self._now_s))

@@ -112,7 +112,7 @@ BAD_VALUES = [
     *[
         (name, bad)
         for name in ("kv_cache_bytes", "max_rows_bytes")
-        for bad in (0, -1, 2.0, True, None, "", "GiB", "2 gallons", "0.3B", "-1GiB", "1e9", "2G")
+        for bad in (0, -1, 2.0, True, None, "", "GiB", "2 gallons", "1.5B", "-1GiB", "1e9", "2G")
     ],
     ("offload_bytes", -1),
     ("offload_bytes", False),

@@ -1,0 +1,96 @@
+"""Real actors: a cramped engine, whose requests are evicted and moved, gives the same bits."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from cluster import Client, RequestHandle, RequestOutput, SamplingParams
+from scheduler.request import RequestStatus
+from tests.engine.conftest import DEADLINE_S, ENGINE
+from workers.model_store import DEFAULT_MODEL
+
+pytestmark = pytest.mark.usefixtures("local_cluster")
+
+
+def bits(output: RequestOutput) -> list[bytes]:
+    """Everything about a result that must not depend on what the request went through."""
+    found = [np.asarray(output.prompt_token_ids, np.int32).tobytes()]
+    views = [output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)]
+    for view in views:
+        if view is not None:
+            arrays = view.arrays
+            found += [arrays.token_ids.tobytes(), arrays.logprobs.tobytes(), arrays.ranks.tobytes()]
+    found += [np.asarray(c.token_ids, np.int32).tobytes() for c in output.outputs]
+    return found
+
+
+def evict_in_mid_prefill(client: Client, handles: list[RequestHandle]) -> int:
+    """Evict each request once, when it has some prompt rows and not all; return how many were."""
+    wanted = {handle.request_id for handle in handles}
+    evicted = 0
+    deadline_s = time.monotonic() + DEADLINE_S
+    while wanted and time.monotonic() < deadline_s:
+        live = {info.request_id: info for info in client.requests()}
+        for name in list(wanted):
+            info = live.get(name)
+            if info is None or info.num_output_tokens:
+                wanted.discard(name)
+            elif info.status is RequestStatus.RUNNING and info.num_computed_tokens:
+                client.evict(name)
+                evicted += 1
+                wanted.discard(name)
+    return evicted
+
+
+def test_a_tiny_pool_and_tiny_chunks_change_no_bit(tiny_model: str) -> None:
+    """Elsewhere an eviction between chunks loses rows, doubles them, or spins for ever."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 250, int(rng.integers(1, 90))).tolist() for _ in range(34)]
+    params = [
+        SamplingParams(prompt_logprobs=2, logprobs=1, max_tokens=40, seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    with Client(model=tiny_model, name="roomy", **{**ENGINE, "num_blocks": 1000}) as client:
+        undisturbed = [bits(output) for output in client.generate(prompts, params)]
+        assert client.stats().scheduler.num_evictions == 0
+    cramped = {**ENGINE, "num_blocks": 20, "max_num_batched_tokens": 7}
+    with Client(model=tiny_model, name="cramped", **cramped) as client:
+        outputs = client.generate(prompts, params)
+        stats = client.stats()
+    assert [bits(output) for output in outputs] == undisturbed
+    assert all(len(o.prompt_logprobs or ()) == len(o.prompt_token_ids) for o in outputs)
+    assert all(len(o.outputs[0].logprobs or ()) == 40 for o in outputs)
+    assert stats.scheduler.num_evictions > 0
+    assert stats.scheduler.num_loaded_blocks > 0
+    assert stats.scheduler.num_recomputed_rows == 0
+    assert stats.scheduler.num_recomputed_tokens < stats.scheduler.num_evictions * 8
+    assert stats.scheduler.num_used_blocks == 0
+    assert stats.store is not None
+    assert (stats.store["num_pins"], stats.store["num_requests"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_the_default_model_keeps_its_bits_through_forced_evictions() -> None:
+    text = (
+        "The river rose for three days. On the fourth the miller opened the gates, and the wheel, "
+        "which had stood still since autumn, began to turn. "
+    )
+    prompts = [text * 3 + "He said", text * 5, text[:40], text * 2 + "Then the rain stopped."]
+    params = SamplingParams(prompt_logprobs=5, logprobs=2, max_tokens=8, seed=1)
+    settings = {"model": DEFAULT_MODEL, "device": "cpu", "namespace": "haversack-tests"}
+    with Client(name="default-roomy", num_workers=1, num_blocks=200, **settings) as client:
+        undisturbed = [bits(output) for output in client.generate(prompts, params)]
+    with Client(
+        name="default-cramped",
+        num_workers=2,
+        num_blocks=24,
+        max_num_batched_tokens=32,
+        **settings,
+    ) as client:
+        handles = client.submit_many(prompts, params)
+        evicted = evict_in_mid_prefill(client, [handles[0], handles[1], handles[3]])
+        assert [bits(handle.result(timeout=300)) for handle in handles] == undisturbed
+        assert client.stats().scheduler.num_evictions >= evicted > 0
