@@ -77,13 +77,11 @@ def _count_query(core: Core, live: LiveRequest) -> None:
 
 
 def run(core: Core, live: LiveRequest, why: str) -> None:
-    """Make a placed request computable, unless it was to be evicted meanwhile."""
+    """Make a placed request computable."""
     stats = live.request.stats
     if not (stats.num_evictions or stats.num_workers_lost):
         stats.num_cached_tokens = live.num_kv_tokens
     live.move_to(RequestStatus.RUNNING, core.now_s, why)
-    if live.is_evict_wanted:
-        evict(core, live, "wanted while it loaded")
 
 
 def load(core: Core, live: LiveRequest, worker: WorkerView, num_hit_blocks: int) -> None:
@@ -123,11 +121,15 @@ def register_full_blocks(live: LiveRequest) -> None:
 
 
 def evict(core: Core, live: LiveRequest, why: str) -> None:
-    """Take a request off its worker now, or as soon as what is under way for it ends."""
+    """Take a request off its worker, now or after its next chunk.
+
+    Each stay on a worker computes at least one chunk, for which admission has taken all blocks:
+    however often a request is evicted, it comes to its end.
+    """
     worker = live.worker
     if worker is None or live.status is RequestStatus.SAVING:
         return
-    if live.in_flight is not None or live.op_id is not None:
+    if live.in_flight is not None or not live.has_computed_here:
         live.is_evict_wanted = True
         return
     live.request.stats.num_evictions += 1
@@ -210,4 +212,5 @@ def forget_place(live: LiveRequest) -> None:
     live.is_known_to_worker = False
     live.in_flight = None
     live.op_id = None
+    live.has_computed_here = False
     live.is_evict_wanted = False

@@ -240,7 +240,7 @@ class SchedulerState:
         extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)
         if limits.shared:
             core.stats.num_store_hit_tokens += extra_tokens
-        if live.is_evict_wanted or extra_tokens < live.block_size:
+        if extra_tokens < live.block_size:
             end_load(core, live, 0, "nothing to load")
         else:
             load(core, live, op.worker, num_hit_tokens // live.block_size)

@@ -16,7 +16,8 @@ from scheduler.steps import make_chunk
 def start_step(core: Core, worker: WorkerView) -> None:
     """Start the next step of an idle worker if there is anything to compute or to tell it.
 
-    Decodes go first, then prefill chunks, each in order of service, within the token budget. A
+    Those that have to leave go first, so that they do; then decodes, then prefill chunks, each in
+    order of service, within the token budget. A
     request whose last batch failed as a whole is computed alone, so that the one at fault is found.
     """
     running = [r for r in worker.active() if r.status is RequestStatus.RUNNING]
@@ -25,7 +26,7 @@ def start_step(core: Core, worker: WorkerView) -> None:
         running = [alone]
     budget = core.config.max_num_batched_tokens
     flights: list[InFlight] = []
-    for live in sorted(running, key=lambda r: not r.is_decoding):
+    for live in sorted(running, key=lambda r: (not r.is_evict_wanted, not r.is_decoding)):
         if budget <= 0:
             break
         if live.status is not RequestStatus.RUNNING:
@@ -109,8 +110,6 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
             finish(core, live, FinishReason.ERROR, error=from_wire(event.error))
         else:
             live.runs_alone = True
-            if live.is_evict_wanted:
-                evict(core, live, "wanted while its batch failed")
 
 
 def _end_step(worker: WorkerView) -> list[InFlight]:
@@ -144,6 +143,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     core.stats.num_prompt_rows += num_rows - request.num_rows_missing
     core.stats.num_generated_tokens += result.sampled_token_id is not None
     live.runs_alone = False
+    live.has_computed_here = True
     live.num_kv_tokens = end
     register_full_blocks(live)
     ended = policy.end_of(request)

@@ -7,24 +7,26 @@ Rules:
 - `ping` has a concurrency group of its own and answers in the middle of a step.
 - KV data never waits in this process: a read returns a copy that belongs to the caller, and a write
   takes one segment at a time out of the object store.
+- torch is imported where it is used: this module is also imported by every process that is handed
+  a worker's handle, and those compute nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-import torch
 
 from scheduler.codec import decode, encode
 from scheduler.errors import InvalidConfig
 from scheduler.messages import SchedulerOutput
-from workers.kv_cache import ByteArray, KVCache
-from workers.loader import load_model
-from workers.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from workers.kv_cache import ByteArray
+    from workers.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ class WorkerActor:
 
     def _runner(self) -> ModelRunner:
         """Return the runner, with the calling thread set up to compute."""
+        import torch
+
         if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         if self._loaded is None:
@@ -94,6 +98,10 @@ class WorkerActor:
         return self._loaded
 
     def _load(self) -> ModelRunner:
+        from workers.kv_cache import KVCache
+        from workers.loader import load_model
+        from workers.model_runner import ModelRunner
+
         model = load_model(
             self._model_name,
             device=self._device,

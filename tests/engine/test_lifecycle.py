@@ -83,8 +83,8 @@ def test_a_start_that_takes_too_long_fails_and_leaves_nothing(tiny_model: str) -
 def test_vanished_clients_and_lost_workers(tiny_model: str) -> None:
     """One engine's life: a client vanishes, a worker is killed, then the last one.
 
-    The client's requests are cancelled; what the first worker computed goes on at the second with the
-    same bits; with the last worker everything ends in an error, and nothing waits.
+    The client's requests are cancelled; what the first worker computed goes on at the second with
+    the same bits; with the last worker everything ends in an error, and nothing waits.
     """
     config = EngineConfig(model=tiny_model, name="mortal", **ENGINE)
     with engine(config, client_grace_s=1.0) as handles:

@@ -7,6 +7,8 @@ clock, no randomness and no environment.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -205,3 +207,12 @@ def test_the_core_takes_no_random_numbers_through_numpy() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and node.attr == "random":
                 assert ast.unparse(node.value) not in ("np", "numpy"), f"{file}:{node.lineno}"
+
+
+def test_importing_the_user_interface_and_the_actors_loads_no_torch() -> None:
+    """A process that is handed a worker's handle imports its class: no 300 MB for that."""
+    code = "import sys, cluster, workers.actor, offload_store.actor; print('torch' in sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert answer.stdout.strip() == "False"
