@@ -32,8 +32,9 @@ install: $(STAMP)
 # setuptools comes first so that the package is built by the pinned one, not by a fetched one.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 or newer found: install one, or give PYTHON=/path/to/it" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; print(f"installing into $(VENV) with Python {v}"); \
-		sys.exit(f"Python 3.10 or newer is needed, {sys.executable} is {v}") if sys.version_info < (3, 10) else None'
+	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or \
+		sys.exit(f"Python 3.10 or newer is needed, {sys.executable} is {v}"); \
+		print(f"installing into $(VENV) with Python {v}")'
 	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "No virtual environment could be made (Debian: apt install python3-venv)" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools

@@ -19,6 +19,7 @@ Prompt: TypeAlias = "str | Sequence[int] | np.ndarray[Any, Any] | Mapping[str, A
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
 
 _FORMS = "give text, or one list of token ids"
+_MAX_PRIORITY = 2**31 - 1
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -44,6 +45,8 @@ def parse_prompt(
             raise _refusal(f'a prompt has one of "prompt" and "prompt_token_ids", not {keys or 0}')
         prompt = prompt[keys.pop()]
     if isinstance(prompt, str):
+        if not _is_text(prompt):
+            raise _refusal("the prompt holds half of a character (a lone surrogate)")
         token_ids = tokenize(prompt) if prompt else []
         return _checked_ids(token_ids, vocab_size), prompt
     if isinstance(prompt, np.ndarray):
@@ -69,9 +72,18 @@ def check_arguments(params: Any, request_id: Any, priority: Any, cache_salt: Any
             param="sampling_params",
         )
     rules = {
-        "request_id": (request_id is None or _is_text(request_id), "a non-empty string"),
-        "priority": (type(priority) is int, "an integer"),
-        "cache_salt": (cache_salt is None or isinstance(cache_salt, str), "a string, or None"),
+        "request_id": (
+            request_id is None or (_is_text(request_id) and request_id != ""),
+            "a non-empty string of whole characters",
+        ),
+        "priority": (
+            type(priority) is int and abs(priority) <= _MAX_PRIORITY,
+            f"an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}",
+        ),
+        "cache_salt": (
+            cache_salt is None or _is_text(cache_salt),
+            "a string of whole characters, or None",
+        ),
     }
     values = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
     for param, (holds, allowed) in rules.items():
@@ -82,7 +94,14 @@ def check_arguments(params: Any, request_id: Any, priority: Any, cache_salt: Any
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+    """Whether it is a string that can be sent: JSON can carry halves of characters."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_ids(token_ids: Sequence[Any], vocab_size: int) -> IntArray:

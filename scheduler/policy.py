@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler.codec import IntArray
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, RequestTooLarge
 from scheduler.live import LiveRequest, WorkerView
@@ -92,7 +93,7 @@ def accept(
     return requests
 
 
-def _checked_prompt(submission: Submission, config: SchedulerConfig) -> np.ndarray:
+def _checked_prompt(submission: Submission, config: SchedulerConfig) -> IntArray:
     if not submission.request_id:
         raise InvalidRequest("the request id is empty: give a non-empty string", param="request_id")
     prompt = submission.prompt_token_ids

@@ -236,7 +236,7 @@ def test_cold_then_worker_hit_then_evicted_then_store_hit_give_equal_answers(wan
     bits = []
     for name in ("cold", "worker", "store"):
         if name == "store":
-            engine.submit("flood", prompt(60, seed=9), scoring())
+            engine.submit("flood", prompt(64, seed=9), scoring())
             finish(engine, "flood")
         engine.submit(name, prompt(N), params, seed=1)
         finish(engine, name)
