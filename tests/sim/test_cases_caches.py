@@ -91,7 +91,7 @@ def test_the_bypass_is_honoured_by_the_store_and_is_no_lookup() -> None:
     assert stats.num_computed_tokens - computed == 2 * (N + 1)
 
 
-def test_an_id_that_hit_the_store_and_comes_again_with_bypass_gets_nothing_and_holds_no_pin() -> None:
+def test_an_id_that_hit_the_store_and_comes_again_with_bypass_gets_nothing_and_no_pin() -> None:
     """The first try is cancelled with its blocks pinned; the second may not live off them."""
     engine = fake_engine(2, enable_prefix_caching=False)
     engine.submit("warm", prompt(N), generating(1))

@@ -16,7 +16,6 @@ from tests.sim.cases import (
     BLOCK_SIZE,
     CHUNK,
     add_worker,
-    check,
     check_idle,
     fake_engine,
     finish,
@@ -302,6 +301,16 @@ def test_a_name_of_one_of_n_completions_is_taken_too() -> None:
     finish(engine, "a")
 
 
+def refusal(engine: SimEngine, name: str, k: int) -> InvalidRequest:
+    """Why so many logprobs are refused, by the parameters themselves or at submission."""
+    try:
+        refused = engine.submit("refused", prompt(9), generating(2, **{name: k}))
+    except InvalidRequest as error:
+        return error
+    assert isinstance(refused, InvalidRequest)
+    return refused
+
+
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_one_rule_for_how_many_logprobs_may_be_asked_for(name: str) -> None:
     for k in (None, 0, 1, 20, VOCAB_SIZE, -1):
@@ -310,14 +319,11 @@ def test_one_rule_for_how_many_logprobs_may_be_asked_for(name: str) -> None:
         assert engine.submit("a", prompt(9), params) is None
         finish(engine, "a")
     for k in (VOCAB_SIZE + 1, -2, True):
-        with pytest.raises(InvalidRequest, match=name):
-            refused = fake_engine().submit("a", prompt(9), generating(2, **{name: k}))
-            if refused is not None:
-                raise refused
+        assert name in str(refusal(fake_engine(), name, k))
     capped = fake_engine(max_logprobs=20)
     assert capped.submit("a", prompt(9), generating(2, **{name: 20})) is None
     for k in (21, -1):
-        assert isinstance(capped.submit(f"b{k}", prompt(9), generating(2, **{name: k})), InvalidRequest)
+        assert name in str(refusal(capped, name, k))
 
 
 def test_no_parameter_loses_a_field_on_its_way_to_a_worker_and_through_an_eviction() -> None:
@@ -344,9 +350,7 @@ def test_no_parameter_loses_a_field_on_its_way_to_a_worker_and_through_an_evicti
     engine.complete()
     engine.evict("a")
     finish(engine, "a")
-    told = [
-        c.new for a in engine.log if isinstance(a, RunBatch) for c in a.output.chunks if c.new
-    ]
+    told = [c.new for a in engine.log if isinstance(a, RunBatch) for c in a.output.chunks if c.new]
     assert len(told) == 2
     for new in told:
         assert msgspec.structs.asdict(new.sampling_params) == msgspec.structs.asdict(params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import Emit, EvictRequested, RunBatch
+from scheduler.messages import ChunkResult, Emit, EvictRequested, ModelRunnerOutput, RunBatch
 from scheduler.request import FinishReason
 from tests.sim.cases import (
     BLOCK_SIZE,
@@ -219,9 +219,9 @@ def test_a_bad_request_fails_alone_and_the_loop_goes_on() -> None:
 
     def without_rows(output):
         answer = execute(output)
-        bad = type(answer.results[0])("b", sampled_token_id=1)
+        bad = ChunkResult("b", sampled_token_id=1)
         results = [bad if r.request_id == "b" else r for r in answer.results]
-        return type(answer)(answer.step_id, results)
+        return ModelRunnerOutput(answer.step_id, results)
 
     runner.execute = without_rows
     engine.run()

@@ -88,7 +88,9 @@ def test_only_the_leading_blocks_that_are_there_are_found() -> None:
     assert find(pool, HASHES[2:5]) == []
 
 
-@pytest.mark.parametrize(("tokens", "num_blocks"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (99, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "num_blocks"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (99, 3)]
+)
 def test_a_block_is_found_only_where_it_ends_within_the_limit(tokens: int, num_blocks: int) -> None:
     pool = BlockPool(8, BLOCK_SIZE)
     blocks = cached_chain(pool, HASHES[:3])

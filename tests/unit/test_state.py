@@ -52,10 +52,14 @@ class Script:
     """A core, and who answers it: remembers the actions that wait for an answer."""
 
     def __init__(self, num_workers: int = 1, num_blocks: int = 16, **config: Any) -> None:
-        settings = {"block_size": 4, "max_num_batched_tokens": 8, "vocab_size": 100}
-        self.state = SchedulerState(
-            SchedulerConfig(**{**settings, "eos_token_ids": (EOS,), "save_finished": False, **config})
-        )
+        settings: dict[str, Any] = {
+            "block_size": 4,
+            "max_num_batched_tokens": 8,
+            "vocab_size": 100,
+            "eos_token_ids": (EOS,),
+            "save_finished": False,
+        }
+        self.state = SchedulerState(SchedulerConfig(**{**settings, **config}))
         self.actions: list[AnyAction] = []
         for index in range(num_workers):
             self.say(WorkerJoined(worker_info(f"w{index}", num_blocks)))
@@ -70,7 +74,9 @@ class Script:
     def last(self, kind: type[Any]) -> Any:
         return next(action for action in reversed(self.actions) if isinstance(action, kind))
 
-    def submit(self, name: str, num_tokens: int = 5, *, priority: int = 0, **params: Any) -> list[str]:
+    def submit(
+        self, name: str, num_tokens: int = 5, *, priority: int = 0, **params: Any
+    ) -> list[str]:
         return self.say(submitted(name, num_tokens, priority=priority, **params))
 
     def computed(self, worker_id: str = "w0", token: int = TOKEN) -> list[str]:
@@ -159,7 +165,11 @@ def test_a_prompt_goes_chunk_by_chunk_and_is_visible_when_it_is_done() -> None:
     assert script.submit("a", 17, prompt_logprobs=1) == ["w0 runs a[0:8] rows=8 new"]
     assert script.computed() == ["w0 runs a[8:16] rows=8"]
     assert script.computed() == ["w0 runs a[16:17]"]
-    assert script.computed() == ["release a for ever", "tell a.0 rows=16 length", "w0 runs forget a"]
+    assert script.computed() == [
+        "release a for ever",
+        "tell a.0 rows=16 length",
+        "w0 runs forget a",
+    ]
 
 
 def test_generated_tokens_are_told_one_by_one_until_a_stop_token() -> None:
@@ -314,7 +324,7 @@ def test_a_decode_without_a_block_waits_for_older_ones_and_evicts_younger_ones()
     script = Script(num_blocks=5, enable_offload=False, max_num_batched_tokens=16)
     script.say(submitted("a", 7, max_tokens=10), submitted("b", 7, max_tokens=6))
     assert script.computed()[-1] == "w0 runs a[7:8] sample, b[7:8] sample"
-    assert script.computed()[-1] == "w0 runs a[8:9] sample", "b may evict nobody and keeps its place"
+    assert script.computed()[-1] == "w0 runs a[8:9] sample", "b may evict nobody"
     for _ in range(3):
         script.computed()
         assert script.status("b") is RequestStatus.RUNNING
@@ -519,9 +529,7 @@ def test_a_live_id_given_again_is_refused_and_the_first_is_untouched() -> None:
 
 def test_one_bad_submission_in_a_message_leaves_the_others_alone() -> None:
     script = Script()
-    told = script.say(
-        submitted("a", 0, ticket=1), submitted("b", 3, ticket=2, prompt_logprobs=1)
-    )
+    told = script.say(submitted("a", 0, ticket=1), submitted("b", 3, ticket=2, prompt_logprobs=1))
     assert told == ["refuse 1: InvalidRequest", "w0 runs b[0:3] rows=2 new"]
 
 

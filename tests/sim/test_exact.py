@@ -1,0 +1,246 @@
+"""Real workers on tiny random models under the real core: the same bits whatever happens.
+
+Every answer (prompt rows, tokens, their rows) is compared byte for byte with that of a request
+which was alone on one worker, cold, in one chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import RunBatch
+from scheduler.sampling_params import SamplingParams
+from tests import tiny_models
+from tests.sim.engine import SimEngine
+from workers.loader import LoadedModel, load_model
+from workers.model_runner import ModelRunner
+
+BLOCK_SIZE = 16
+LENGTH = 145
+"""Past a tile of attention, and one token past a block."""
+NUM_TOKENS = 5
+KINDS = {"llama": tiny_models.tiny_llama, "gemma3": tiny_models.tiny_gemma3}
+MODELS = [(kind, dtype) for kind in KINDS for dtype in ("bf16", "fp32")]
+PARAMS: dict[str, Any] = {
+    "prompt_logprobs": 3,
+    "logprobs": 2,
+    "max_tokens": NUM_TOKENS,
+    "temperature": 0.8,
+    "ignore_eos": True,
+}
+
+Load = Callable[[str, str], LoadedModel]
+slow = pytest.mark.slow
+each_model = pytest.mark.parametrize(("kind", "dtype"), MODELS)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    @functools.cache
+    def cached(kind: str, dtype: str) -> LoadedModel:
+        folder: Path = tmp_path_factory.mktemp(kind)
+        return load_model(str(KINDS[kind](folder)), dtype=dtype)
+
+    return cached
+
+
+@pytest.fixture(scope="module")
+def right(load: Load) -> Callable[..., bytes]:
+    """The answer of a request that nothing happened to."""
+
+    @functools.cache
+    def cached(kind: str, dtype: str, length: int = LENGTH, seed: int = 0) -> bytes:
+        engine = real_engine(load(kind, dtype), chunk=4096)
+        submit(engine, "alone", length, seed)
+        engine.run()
+        return bits(engine, "alone", length)
+
+    return cached
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def real_engine(
+    model: LoadedModel, num_workers: int = 1, num_blocks: int = 60, *, chunk: int = 64, **more: Any
+) -> SimEngine:
+    """Return an engine whose workers run one model, each with a KV cache of its own."""
+    runners = [
+        ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE) for _ in range(num_workers)
+    ]
+    info = runners[0].info("w0")
+    engine = SimEngine(
+        SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=chunk,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            cache_namespace=info.model_fingerprint,
+            **more,
+        ),
+        block_bytes=info.block_bytes,
+    )
+    for index, runner in enumerate(runners):
+        engine.join(runner, runner.info(f"w{index}"))
+    return engine
+
+
+def submit(
+    engine: SimEngine, name: str, length: int = LENGTH, seed: int = 0, **params: Any
+) -> None:
+    tokens = np.random.default_rng(seed).integers(0, tiny_models.VOCAB_SIZE, length).tolist()
+    own = SamplingParams(**{**PARAMS, **params})
+    assert engine.submit(name, tokens, own, seed=seed) is None
+
+
+def bits(engine: SimEngine, name: str, length: int = LENGTH) -> bytes:
+    """Return everything that a request was told, checked to be complete."""
+    result = engine.result(name)
+    assert result.error is None, result.error
+    assert len(result.token_ids) == sum(part.num_rows for part in result.logprobs) == NUM_TOKENS
+    assert result.prompt_logprobs.num_rows == length - 1
+    stats = engine.state.stats()
+    assert stats.num_recomputed_rows == 0
+    return result.bits()
+
+
+def num_chunks(engine: SimEngine, name: str) -> int:
+    return sum(
+        chunk.request_id == name
+        for action in engine.log
+        if isinstance(action, RunBatch)
+        for chunk in action.output.chunks
+    )
+
+
+@each_model
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=slow), pytest.param(7, marks=slow), 16, 100, 128, 512]
+)
+def test_chunk_budgets_change_no_bit(load: Load, right, kind: str, dtype: str, chunk: int) -> None:
+    engine = real_engine(load(kind, dtype), chunk=chunk)
+    submit(engine, "a")
+    engine.run()
+    assert bits(engine, "a") == right(kind, dtype)
+
+
+@each_model
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("chunk", [pytest.param(7, marks=slow), 100, pytest.param(512, marks=slow)])
+def test_batch_mates_and_workers_change_no_bit(
+    load: Load, right, kind: str, dtype: str, num_workers: int, chunk: int
+) -> None:
+    engine = real_engine(load(kind, dtype), num_workers, chunk=chunk)
+    lengths = {"a": LENGTH, "b": 17, "c": 40, "d": LENGTH}
+    for seed, (name, length) in enumerate(lengths.items()):
+        submit(engine, name, length, seed)
+    engine.run()
+    for seed, (name, length) in enumerate(lengths.items()):
+        assert bits(engine, name, length) == right(kind, dtype, length, seed)
+
+
+@each_model
+def test_cold_then_worker_hit_then_store_hit_change_no_bit(
+    load: Load, right, kind: str, dtype: str
+) -> None:
+    """With rows, though the cache may be read, and without, where it is."""
+    for wants_rows in (True, False):
+        params: dict[str, Any] = {"skip_reading_prefix_cache": False}
+        if not wants_rows:
+            params["prompt_logprobs"] = None
+        engine = real_engine(load(kind, dtype), num_blocks=12, chunk=100)
+        answers = []
+        for name in ("cold", "worker", "store"):
+            if name == "store":
+                submit(engine, "flood", 12 * BLOCK_SIZE, 9, max_tokens=0)
+                engine.run()
+            submit(engine, name, **params)
+            engine.run()
+            answers.append(engine.result(name).bits())
+        assert answers[0] == answers[1] == answers[2]
+        cached = [engine.result(n).stats.num_cached_tokens for n in ("cold", "worker", "store")]
+        if wants_rows:
+            assert bits(engine, "store") == right(kind, dtype)
+            assert cached == [0, 0, 0]
+        else:
+            assert cached == [0, LENGTH - 1, LENGTH - 1]
+            assert engine.result("store").stats.num_restored_blocks == LENGTH // BLOCK_SIZE
+
+
+def evicted_after(engine: SimEngine, count: int) -> None:
+    submit(engine, "a")
+    for _ in range(count):
+        engine.step()
+    engine.evict("a")
+    engine.run()
+    stats = engine.result("a").stats
+    assert stats.num_recomputed_tokens < BLOCK_SIZE * max(stats.num_evictions, 1)
+
+
+@each_model
+@pytest.mark.parametrize("chunk", [40, pytest.param(17, marks=slow)])
+def test_an_eviction_after_every_possible_chunk_changes_no_bit(
+    load: Load, right, kind: str, dtype: str, chunk: int
+) -> None:
+    """In prefill and in decode; the resumed request may land on either worker."""
+    total = -(-LENGTH // chunk) + NUM_TOKENS - 1
+    for count in range(total):
+        engine = real_engine(load(kind, dtype), 2, chunk=chunk)
+        evicted_after(engine, count)
+        assert bits(engine, "a") == right(kind, dtype)
+        assert engine.result("a").stats.num_evictions == (count < total - 1)
+
+
+@each_model
+def test_evictions_by_a_tiny_pool_change_no_bit(load: Load, right, kind: str, dtype: str) -> None:
+    engine = real_engine(load(kind, dtype), num_blocks=21, chunk=100)
+    for seed, name in enumerate("abc"):
+        submit(engine, name, 143, seed)
+        engine.step()
+        engine.evict(name)
+    engine.run()
+    assert engine.state.stats().num_evictions > 0
+    for seed, name in enumerate("abc"):
+        assert bits(engine, name, 143) == right(kind, dtype, 143, seed)
+
+
+@each_model
+def test_a_worker_lost_in_mid_prefill_or_decode_changes_no_bit(
+    load: Load, right, kind: str, dtype: str
+) -> None:
+    for count in (0, 1, 3, 5):
+        engine = real_engine(load(kind, dtype), 2, chunk=40)
+        submit(engine, "a")
+        for _ in range(count):
+            engine.step()
+        engine.lose("w0")
+        engine.run()
+        assert engine.result("a").stats.num_workers_lost == 1
+        assert bits(engine, "a") == right(kind, dtype)
+
+
+@each_model
+@pytest.mark.parametrize("length", [1, 2, 41, 81])
+def test_a_last_chunk_of_one_token_changes_no_bit(
+    load: Load, right, kind: str, dtype: str, length: int
+) -> None:
+    """The chunk before it ends at N-1, with all the rows."""
+    engine = real_engine(load(kind, dtype), chunk=40)
+    submit(engine, "a", length)
+    engine.run()
+    assert bits(engine, "a", length) == right(kind, dtype, length)
+    assert num_chunks(engine, "a") == -(-length // 40) + NUM_TOKENS - 1
