@@ -44,10 +44,10 @@ class LiveRequest:
     """The chunk that is being computed."""
     op_id: int | None = None
     """The store operation it waits for while LOADING or SAVING."""
-    has_computed_here: bool = False
-    """Whether a chunk of it was computed since it came to this worker."""
+    has_progressed_here: bool = False
+    """Whether its progress has grown since it came to this worker."""
     is_evict_wanted: bool = False
-    """Evict as soon as the next chunk, or the one under way, is over."""
+    """Evict as soon as a chunk has brought progress, or the one under way has."""
     runs_alone: bool = False
     """Its last batch failed as a whole: until a chunk succeeds it gets a batch to itself."""
     num_emitted_tokens: int = 0

@@ -121,15 +121,15 @@ def register_full_blocks(live: LiveRequest) -> None:
 
 
 def evict(core: Core, live: LiveRequest, why: str) -> None:
-    """Take a request off its worker, now or after its next chunk.
+    """Take a request off its worker, now or once it has got on there.
 
-    Each stay on a worker computes at least one chunk, for which admission has taken all blocks:
-    however often a request is evicted, it comes to its end.
+    Each stay on a worker brings progress, for which admission has taken all blocks: however often
+    a request is evicted, it comes to its end.
     """
     worker = live.worker
     if worker is None or live.status is RequestStatus.SAVING:
         return
-    if live.in_flight is not None or not live.has_computed_here:
+    if live.in_flight is not None or not live.has_progressed_here:
         live.is_evict_wanted = True
         return
     live.request.stats.num_evictions += 1
@@ -212,5 +212,5 @@ def forget_place(live: LiveRequest) -> None:
     live.is_known_to_worker = False
     live.in_flight = None
     live.op_id = None
-    live.has_computed_here = False
+    live.has_progressed_here = False
     live.is_evict_wanted = False

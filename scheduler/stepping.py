@@ -143,7 +143,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     core.stats.num_prompt_rows += num_rows - request.num_rows_missing
     core.stats.num_generated_tokens += result.sampled_token_id is not None
     live.runs_alone = False
-    live.has_computed_here = True
+    live.has_progressed_here |= end > num_computed
     live.num_kv_tokens = end
     register_full_blocks(live)
     ended = policy.end_of(request)
@@ -152,4 +152,4 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
         return
     core.emit(live)
     if live.is_evict_wanted:
-        evict(core, live, "wanted while it was computed")
+        evict(core, live, "wanted before")

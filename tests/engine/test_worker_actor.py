@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,7 @@ PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200).tolist()
 PARAMS = SamplingParams(prompt_logprobs=2, logprobs=1, max_tokens=3, seed=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster(repo_root: Path) -> Iterator[None]:
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(repo_root)}},
-    )
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("local_cluster")
 
 
 @pytest.fixture(scope="module")

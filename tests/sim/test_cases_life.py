@@ -398,3 +398,15 @@ def test_completions_of_one_prompt_have_streams_of_their_own() -> None:
     engine.submit("a", prompt(9), generating(12, n=3), seed=5)
     finish(engine, "a")
     assert len({tuple(engine.result("a", i).token_ids) for i in range(3)}) == 3
+
+
+def test_a_queue_that_is_stuck_forgets_those_who_have_left_it() -> None:
+    """Clients time out and try again while the head waits: dead entries must not pile up."""
+    engine = fake_engine(num_blocks=8, max_num_seqs=1)
+    engine.submit("runs", prompt(9), generating(10))
+    engine.submit("head", prompt(9), generating(1))
+    for i in range(2000):
+        engine.submit(f"r{i}", prompt(3), generating(1))
+        engine.cancel(f"r{i}")
+    assert len(engine.state._core._waiting) < 100
+    finish(engine, "runs", "head")

@@ -162,11 +162,11 @@ def test_cold_then_worker_hit_then_store_hit_change_no_bit(
         params: dict[str, Any] = {"skip_reading_prefix_cache": False}
         if not wants_rows:
             params["prompt_logprobs"] = None
-        engine = real_engine(load(kind, dtype), num_blocks=12, chunk=100)
+        engine = real_engine(load(kind, dtype), num_blocks=24, chunk=100)
         answers = []
         for name in ("cold", "worker", "store"):
             if name == "store":
-                submit(engine, "flood", 12 * BLOCK_SIZE, 9, max_tokens=0)
+                submit(engine, "flood", 24 * BLOCK_SIZE, 9, max_tokens=0)
                 engine.run()
             submit(engine, name, **params)
             engine.run()

@@ -296,27 +296,30 @@ def test_a_save_that_fails_costs_kv_and_no_row() -> None:
     assert script.state.stats().num_recomputed_rows == 0
 
 
-def test_a_request_evicted_while_it_loads_goes_when_the_load_is_over() -> None:
-    """Its blocks are being written: nobody else may have them before that."""
+def test_a_request_evicted_while_it_loads_computes_a_chunk_and_goes() -> None:
+    """Its blocks are being written: nobody else may have them before. And every stay on a worker
+    brings it further, however often it is evicted."""
     script = Script()
-    script.submit("a", 13)
+    script.submit("a", 25)
     script.say(LookupDone(script.last(LookupBlocks).op_id, 12))
     assert script.say(EvictRequested("a")) == []
-    assert script.state.stats().num_used_blocks == 4
+    assert script.state.stats().num_used_blocks == 7
     assert script.say(LoadDone(script.last(LoadBlocks).op_id, 3)) == [
         "release a",
-        "save 3 of a owned",
+        "w0 runs a[12:20] new",
     ]
+    assert script.computed() == ["save 5 of a owned"]
 
 
-def test_a_request_evicted_before_anything_was_computed_has_nothing_to_save() -> None:
+def test_an_eviction_asked_for_during_the_lookup_waits_for_the_first_chunk_too() -> None:
     script = Script()
     script.submit("a", 13)
     script.say(EvictRequested("a"))
-    assert script.say(LookupDone(script.last(LookupBlocks).op_id, 12)) == [
+    assert script.say(LookupDone(script.last(LookupBlocks).op_id, 0)) == [
         "release a",
-        "look up 3 for a: shared 12, own 0",
+        "w0 runs a[0:8] new",
     ]
+    assert script.computed() == ["save 2 of a owned"]
 
 
 def test_a_decode_without_a_block_waits_for_older_ones_and_evicts_younger_ones() -> None:

@@ -1,0 +1,213 @@
+"""The scheduler's choices by themselves: whom to admit where, whom to evict, when to stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offload_store.keys import HashChain
+from scheduler import policy
+from scheduler.block_pool import BlockPool
+from scheduler.codec import int_array
+from scheduler.config import SchedulerConfig
+from scheduler.errors import InvalidRequest, RequestTooLarge
+from scheduler.live import LiveRequest, WorkerView
+from scheduler.messages import Submission, WorkerInfo
+from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+EOS = 9
+CONFIG = SchedulerConfig(
+    block_size=BLOCK_SIZE, max_num_batched_tokens=8, max_model_len=40, vocab_size=50
+)
+
+
+def accept(num_tokens: int, num_blocks: int = 100, **params: Any) -> list[Request]:
+    submission = Submission("a", int_array([1] * num_tokens), SamplingParams(**params), 0)
+    return policy.accept(submission, CONFIG, num_blocks, "client")
+
+
+def live_request(
+    arrival: int, num_tokens: int = 8, *, priority: int = 0, **params: Any
+) -> LiveRequest:
+    request = accept(num_tokens, **params)[0]
+    request.request_id, request.arrival, request.priority = f"r{arrival}", arrival, priority
+    request.eos_token_ids = (EOS,)
+    return LiveRequest(request, 0.0, HashChain("", None, BLOCK_SIZE), BLOCK_SIZE)
+
+
+def worker(name: str = "w0", num_blocks: int = 16) -> WorkerView:
+    info = WorkerInfo(name, "cpu", num_blocks, BLOCK_SIZE, 64, 50, 40, (EOS,), "model")
+    return WorkerView(info, BlockPool(num_blocks, BLOCK_SIZE))
+
+
+def settle(view: WorkerView, live: LiveRequest, num_blocks: int) -> LiveRequest:
+    live.request.status = RequestStatus.RUNNING
+    live.worker, live.block_ids = view, view.pool.allocate(num_blocks)
+    view.residents[live.id] = live
+    return live
+
+
+# ---------------------------------------------------------------------------------- submission
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "asked", "granted"),
+    [(39, 10, 2), (40, 10, 1), (40, 1, 1), (40, 0, 0), (5, 10, 10), (5, None, 36)],
+)
+def test_generation_is_cut_to_what_the_context_holds(num_tokens, asked, granted) -> None:
+    assert accept(num_tokens, max_tokens=asked)[0].max_tokens == granted
+
+
+def test_an_open_end_is_cut_to_what_the_pool_holds() -> None:
+    assert accept(5, num_blocks=4, max_tokens=None)[0].max_tokens == 12
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_a_prompt_beyond_the_context_is_refused_with_the_limit(max_tokens: int) -> None:
+    with pytest.raises(RequestTooLarge, match="at most 40") as caught:
+        accept(41, max_tokens=max_tokens)
+    assert caught.value.details["param"] == "prompt"
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_admission_and_refusal_count_kv_slots_by_one_formula(extra: int) -> None:
+    view = worker(num_blocks=4)
+    for num_tokens in range(1, 17):
+        max_tokens = 17 - num_tokens + extra
+        if extra:
+            with pytest.raises(RequestTooLarge):
+                accept(num_tokens, num_blocks=4, max_tokens=max_tokens)
+        else:
+            request = accept(num_tokens, num_blocks=4, max_tokens=max_tokens)[0]
+            assert policy.fits(request, view)
+            assert policy.blocks_for(request.max_kv_tokens, BLOCK_SIZE) == 4
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_token_ids_in_parameters_are_checked_against_the_vocabulary(name: str) -> None:
+    value: Any = {50: 1.0} if name == "logit_bias" else (50,)
+    with pytest.raises(InvalidRequest, match=name):
+        accept(5, **{name: value})
+
+
+def test_rows_that_would_not_fit_in_memory_are_refused() -> None:
+    config = SchedulerConfig(vocab_size=50, max_model_len=40, max_rows_bytes=51 * 12 * 10)
+    params = SamplingParams(prompt_logprobs=-1, max_tokens=0)
+    for num_tokens in (10, 11):
+        submission = Submission("a", int_array([1] * num_tokens), params, 0)
+        if num_tokens == 10:
+            policy.accept(submission, config, 100, "")
+        else:
+            with pytest.raises(RequestTooLarge, match="max_rows_bytes"):
+                policy.accept(submission, config, 100, "")
+
+
+# ----------------------------------------------------------------------------------- admission
+
+
+def test_the_worker_that_is_done_first_is_chosen() -> None:
+    busy, idle = worker("busy"), worker("idle")
+    settle(busy, live_request(0), 2)
+    chosen = policy.choose_worker(live_request(1), [busy, idle], CONFIG)
+    assert chosen is not None
+    assert chosen.worker is idle
+
+
+def test_one_block_per_running_request_stays_free() -> None:
+    """Else the newcomer would be evicted again at their next step."""
+    view = worker(num_blocks=5)
+    settle(view, live_request(0, 8), 2).num_kv_tokens = 8
+    assert policy.choose_worker(live_request(1, 8, max_tokens=1), [view], CONFIG) is not None
+    assert policy.choose_worker(live_request(1, 9, max_tokens=1), [view], CONFIG) is None
+
+
+def test_cached_blocks_that_nobody_holds_are_not_counted_as_free_too() -> None:
+    view = worker(num_blocks=4)
+    live = live_request(0, 16)
+    blocks = view.pool.allocate(2)
+    for block_id, block_hash in zip(blocks, live.block_hashes(2), strict=True):
+        view.pool.register(block_id, block_hash)
+    view.pool.free(blocks)
+    assert policy.cached_blocks(live, view) == blocks
+    assert policy.num_blocks_to_take(live, view, blocks) == 4
+    assert policy.cached_blocks(live_request(1, 16, prompt_logprobs=0), view) == []
+
+
+# ------------------------------------------------------------------------------------ eviction
+
+
+def test_the_youngest_of_equals_goes_and_never_one_that_came_before() -> None:
+    view = worker()
+    first, second, third = (settle(view, live_request(i), 2) for i in range(3))
+    assert policy.choose_victim(first.request, view) is third
+    assert policy.choose_victim(second.request, view) is third
+    assert policy.choose_victim(third.request, view) is None
+
+
+def test_the_cheapest_of_the_lowest_priority_goes_first() -> None:
+    view = worker()
+    first = settle(view, live_request(0), 2)
+    settle(view, live_request(1, priority=1), 1)
+    settle(view, live_request(2, priority=2), 3)
+    cheap = settle(view, live_request(3, priority=2), 2)
+    settle(view, live_request(4), 1)
+    assert policy.choose_victim(first.request, view) is cheap
+
+
+def test_admission_evicts_only_for_strictly_higher_priority() -> None:
+    view = worker(num_blocks=4)
+    low = settle(view, live_request(0, 12, priority=1), 3)
+    equal = live_request(1, 12, priority=1, max_tokens=1)
+    high = live_request(2, 12, max_tokens=1)
+    assert policy.choose_worker_to_clear(equal, [view], CONFIG) is None
+    assert policy.choose_worker_to_clear(high, [view], CONFIG) == (view, [low])
+
+
+# ------------------------------------------------------------------------------------ progress
+
+
+def test_chunks_keep_to_the_budget_and_to_the_memory_for_rows() -> None:
+    live = live_request(0, 20, prompt_logprobs=1)
+    assert policy.chunk_end(live, 8, CONFIG) == 8
+    assert policy.chunk_end(live, 100, CONFIG) == 20
+    tight = SchedulerConfig(vocab_size=50, max_rows_bytes_per_step=5 * 24)
+    assert policy.chunk_end(live, 100, tight) == 5
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([5], None),
+        ([5, EOS], None),
+        ([5, 6, EOS], (FinishReason.STOP, None)),
+        ([5, 6, 3], (FinishReason.STOP, 3)),
+        ([5, 6, 7], None),
+        ([5, 6, 7, 8], (FinishReason.LENGTH, None)),
+        ([5, 6, 7, 3], (FinishReason.STOP, 3)),
+    ],
+)
+def test_stop_conditions_count_generated_tokens_only(output: list[int], expected) -> None:
+    """The prompt is long, and does not count as `min_tokens`."""
+    request = live_request(0, 20, max_tokens=4, min_tokens=3, stop_token_ids=(3,)).request
+    request.num_computed_tokens = 20
+    request.output_token_ids = output
+    assert policy.end_of(request) == expected
+
+
+def test_ignore_eos_goes_on_and_bans_nothing() -> None:
+    request = live_request(0, 20, max_tokens=4, ignore_eos=True, stop_token_ids=(3,)).request
+    request.num_computed_tokens = 20
+    request.output_token_ids = [EOS]
+    assert policy.end_of(request) is None
+    assert policy.stop_ids(request) == (3,)
+
+
+def test_nothing_ends_before_its_prompt_is_done() -> None:
+    request = live_request(0, 20, max_tokens=0).request
+    request.num_computed_tokens = 19
+    assert policy.end_of(request) is None
+    request.num_computed_tokens = 20
+    assert policy.end_of(request) == (FinishReason.LENGTH, None)
