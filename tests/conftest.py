@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -17,16 +16,6 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 # else is hypothesis' own choice, which on CI is to draw the same examples every time.
 settings.register_profile(
     "haversack", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("haversack")
-
-# A busy machine is no failure, and a change is judged by the same examples every time.
-settings.register_profile(
-    "haversack",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=bool(os.environ.get("CI")),
-    print_blob=not os.environ.get("CI"),
 )
 settings.load_profile("haversack")
 
