@@ -39,7 +39,6 @@ ENV_PREFIX = "HAVERSACK_"
 OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE"})
 """Variables with our prefix that are no engine settings: where converted models are kept."""
 
-MIB = 2**20
 GIB = 2**30
 
 

@@ -74,7 +74,7 @@ def _run(progress: Progress, title: str, *, is_cramped: bool) -> _Run:
         task = progress.add_task(title, total=len(_PROMPTS))
         handles = client.submit_many(list(_PROMPTS), _PARAMS)
         if is_cramped:
-            _evict_in_mid_prefill(client, handles)
+            evict_in_mid_prefill(client, [handles[i] for i in _FORCED])
         for handle in handles:
             handle.result(timeout=600)
             progress.advance(task)
@@ -86,9 +86,14 @@ def _run(progress: Progress, title: str, *, is_cramped: bool) -> _Run:
         )
 
 
-def _evict_in_mid_prefill(client: Client, handles: list[RequestHandle]) -> None:
-    """Evict each of the long prompts once it has some rows but not all."""
-    wanted = {handles[i].request_id for i in _FORCED}
+def evict_in_mid_prefill(client: Client, handles: list[RequestHandle]) -> int:
+    """Evict each request once, when it has some prompt rows and not all.
+
+    Returns:
+        how many were evicted; a request that was too fast is left alone.
+    """
+    wanted = {handle.request_id for handle in handles}
+    num_evicted = 0
     deadline_s = time.monotonic() + _EVICT_TIMEOUT_S
     while wanted and time.monotonic() < deadline_s:
         live = {info.request_id: info for info in client.requests()}
@@ -98,7 +103,9 @@ def _evict_in_mid_prefill(client: Client, handles: list[RequestHandle]) -> None:
                 wanted.discard(name)
             elif info.status is RequestStatus.RUNNING and info.num_computed_tokens:
                 client.evict(name)
+                num_evicted += 1
                 wanted.discard(name)
+    return num_evicted
 
 
 def _perplexity(output: RequestOutput) -> float:

@@ -58,13 +58,6 @@ class DuplicateRequest(InvalidRequest):
     """A live request already has this id; the first one is not touched."""
 
 
-class UnknownRequest(HaversackError, KeyError):
-    """No live request has this id."""
-
-    def __str__(self) -> str:
-        return self.message
-
-
 class RequestFailed(HaversackError):
     """The engine accepted the request but could not compute it; other requests are unharmed."""
 

@@ -17,8 +17,6 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
     """
     request = live.request
     is_last = request.finish_reason is not None
-    if request.is_prefilling and not is_last:
-        return None
     first, live.num_emitted_tokens = live.num_emitted_tokens, len(request.output_token_ids)
     prompt_rows: Logprobs | None = None
     if not request.is_prefilling and not live.is_prompt_emitted:

@@ -17,8 +17,8 @@ def start_step(core: Core, worker: WorkerView) -> None:
     """Start the next step of an idle worker if there is anything to compute or to tell it.
 
     Those that have to leave go first, so that they do; then decodes, then prefill chunks, each in
-    order of service, within the token budget. A
-    request whose last batch failed as a whole is computed alone, so that the one at fault is found.
+    order of service, within the token budget. A request whose last batch failed as a whole is
+    computed alone, so that the one at fault is found.
     """
     running = [r for r in worker.active() if r.status is RequestStatus.RUNNING]
     alone = next((r for r in running if r.runs_alone), None)
@@ -127,7 +127,8 @@ def _end_step(worker: WorkerView) -> list[InFlight]:
 def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResult) -> None:
     request = live.request
     start, end = chunk.start, chunk.start + len(chunk.token_ids)
-    num_computed, num_rows = request.num_computed_tokens, request.num_rows_missing
+    num_computed = request.num_computed_tokens
+    num_held = request.num_prompt_rows_at(num_computed)
     core.stats.num_computed_tokens += end - start
     if result.error is not None:
         finish(core, live, FinishReason.ERROR, error=from_wire(result.error))
@@ -137,10 +138,11 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     except InvariantViolation as error:
         finish(core, live, FinishReason.ERROR, error=RequestFailed(error.message))
         return
+    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_held)
     again = max(min(end, num_computed) - start, 0)
     request.stats.num_recomputed_tokens += again
     core.stats.num_recomputed_tokens += again
-    core.stats.num_prompt_rows += num_rows - request.num_rows_missing
+    core.stats.num_prompt_rows += len(chunk.row_target_ids)
     core.stats.num_generated_tokens += result.sampled_token_id is not None
     live.runs_alone = False
     live.has_progressed_here |= end > num_computed
@@ -153,3 +155,9 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     core.emit(live)
     if live.is_evict_wanted:
         evict(core, live, "wanted before")
+
+
+def _num_rows_again(chunk: Chunk, num_held: int) -> int:
+    """Rows that a chunk was asked for although the request held them: none, if all is right."""
+    end = chunk.first_row_position + len(chunk.row_target_ids)
+    return max(min(end, num_held) - chunk.first_row_position, 0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
-from cluster import Client, RequestHandle, RequestOutput, SamplingParams
-from scheduler.request import RequestStatus
-from tests.engine.conftest import DEADLINE_S, ENGINE
+from cluster import Client, RequestOutput, SamplingParams
+from cluster.demo import evict_in_mid_prefill
+from tests.engine.conftest import ENGINE
 from workers.model_store import DEFAULT_MODEL
 
 pytestmark = pytest.mark.usefixtures("local_cluster")
@@ -25,24 +23,6 @@ def bits(output: RequestOutput) -> list[bytes]:
             found += [arrays.token_ids.tobytes(), arrays.logprobs.tobytes(), arrays.ranks.tobytes()]
     found += [np.asarray(c.token_ids, np.int32).tobytes() for c in output.outputs]
     return found
-
-
-def evict_in_mid_prefill(client: Client, handles: list[RequestHandle]) -> int:
-    """Evict each request once, when it has some prompt rows and not all; return how many were."""
-    wanted = {handle.request_id for handle in handles}
-    evicted = 0
-    deadline_s = time.monotonic() + DEADLINE_S
-    while wanted and time.monotonic() < deadline_s:
-        live = {info.request_id: info for info in client.requests()}
-        for name in list(wanted):
-            info = live.get(name)
-            if info is None or info.num_output_tokens:
-                wanted.discard(name)
-            elif info.status is RequestStatus.RUNNING and info.num_computed_tokens:
-                client.evict(name)
-                evicted += 1
-                wanted.discard(name)
-    return evicted
 
 
 def test_a_tiny_pool_and_tiny_chunks_change_no_bit(tiny_model: str) -> None:

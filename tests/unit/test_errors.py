@@ -16,7 +16,6 @@ from scheduler.errors import (
     InvalidRequest,
     NumericalError,
     RequestFailed,
-    UnknownRequest,
     WireError,
     from_wire,
 )
@@ -69,13 +68,11 @@ def test_an_error_of_a_kind_unknown_here_is_still_an_error(kind: str, message: s
 
 @given(st.sampled_from(KINDS), TEXT)
 def test_the_text_is_shown_as_it_is(kind: type[HaversackError], message: str) -> None:
-    """KeyError, a base of one of them, would show its repr."""
     assert str(kind(message)) == message
 
 
 def test_callers_can_catch_what_they_know() -> None:
     assert issubclass(InvalidRequest, ValueError)
-    assert issubclass(UnknownRequest, KeyError)
     assert issubclass(NumericalError, RequestFailed)
     assert issubclass(errors.InvalidConfig, ValueError)
     assert all(issubclass(kind, HaversackError) for kind in KINDS)
