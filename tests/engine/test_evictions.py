@@ -25,6 +25,7 @@ def bits(output: RequestOutput) -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_a_tiny_pool_and_tiny_chunks_change_no_bit(tiny_model: str) -> None:
     """Elsewhere an eviction between chunks loses rows, doubles them, or spins for ever."""
     rng = np.random.default_rng(3)

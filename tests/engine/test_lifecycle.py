@@ -80,6 +80,7 @@ def test_a_start_that_takes_too_long_fails_and_leaves_nothing(tiny_model: str) -
     wait_for(lambda: not named_actors("slow"), "no actor is left")
 
 
+@pytest.mark.slow
 def test_vanished_clients_and_lost_workers(tiny_model: str) -> None:
     """One engine's life: a client vanishes, a worker is killed, then the last one.
 

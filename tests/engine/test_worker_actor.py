@@ -56,6 +56,7 @@ def drive(actor: Any, seed: int = 0) -> RunnerDriver:
     return RunnerDriver(runner, seed)
 
 
+@pytest.mark.slow
 def test_workers_are_interchangeable_and_kv_moves_between_them(folder: Path) -> None:
     """Other processes, other numbers of threads: the same fingerprint and the same bits."""
     first, second = drive(start(folder, num_threads=1)), drive(start(folder, num_threads=2), seed=7)
@@ -101,6 +102,7 @@ def test_a_lost_segment_ends_the_writing_and_the_rest_is_not_touched(folder: Pat
     assert [set(np.unique(block)) for block in blocks] == [{3}, {3}, {0}, {0}]
 
 
+@pytest.mark.slow
 def test_ping_answers_while_the_model_is_loading_or_a_step_runs(folder: Path) -> None:
     actor = start(folder)
     loading = actor.info.remote()
@@ -108,6 +110,7 @@ def test_ping_answers_while_the_model_is_loading_or_a_step_runs(folder: Path) ->
     ray.get(loading, timeout=TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_at_the_start_comes_back_as_what_it_is(folder: Path) -> None:
     """Not as the death of an actor, whose cause is only text."""
     with pytest.raises(ModelNotFound, match="not a folder"):

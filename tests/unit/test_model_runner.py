@@ -92,6 +92,7 @@ def whole(model_of: Load, kind: str, dtype: str, length: int = LENGTH, seed: int
     return Answer(own.finish(own.request(prompt(length, seed), PARAMS), [length]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), ALL)
 @pytest.mark.parametrize(
     "sizes",
@@ -141,6 +142,7 @@ def test_batch_mates_change_no_bit(load: Load, kind: str, dtype: str) -> None:
     assert own.runner.num_tracked_requests == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), MAIN)
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_no_bit(load: Load, kind: str, dtype: str, threads: int) -> None:
