@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "No virtual environment could be made (Debian: apt install python3-venv)" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test,dev,bench]'
 	@touch $(STAMP)
 
 demo: install

@@ -25,23 +25,22 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from bench.inputs import Inputs, Prompts
 from cluster import Client, SamplingParams
 from workers.model_store import DEFAULT_MODEL, resolve_model
 
 _PROMPT_TOKENS = 576
 _SHARED_TOKENS = 512
+_OWN_TOKENS = _PROMPT_TOKENS - _SHARED_TOKENS
 _GENERATE_REQUESTS = 16
 _GENERATE_PROMPT_TOKENS = 128
 _GENERATED_TOKENS = 64
 _PEER_BATCH_SIZE = 8
-
-Prompts = list[list[int]]
 
 
 class TransformersPeer:
@@ -83,26 +82,6 @@ def _timed(work: Callable[[Prompts], Any], prompts: Prompts, num_tokens: int) ->
     return num_tokens / (time.perf_counter() - started_s)
 
 
-class _Inputs:
-    """Prompts that never come twice, so that no cache helps where none should."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._rng = np.random.default_rng(0)
-        self._vocab_size = vocab_size
-
-    def tokens(self, count: int) -> list[int]:
-        """Return random token ids above the special ones."""
-        drawn: list[int] = self._rng.integers(100, self._vocab_size, count).tolist()
-        return drawn
-
-    def unique(self, count: int, num_tokens: int) -> Prompts:
-        return [self.tokens(num_tokens) for _ in range(count)]
-
-    def shared(self, count: int) -> Prompts:
-        prefix = self.tokens(_SHARED_TOKENS)
-        return [prefix + self.tokens(_PROMPT_TOKENS - _SHARED_TOKENS) for _ in range(count)]
-
-
 def run(model: str, repeats: int, num_prompts: int) -> dict[str, Any]:
     """Run all regimes and return the report."""
     peer = TransformersPeer(model)
@@ -110,7 +89,7 @@ def run(model: str, repeats: int, num_prompts: int) -> dict[str, Any]:
     generating = SamplingParams(temperature=0.0, max_tokens=_GENERATED_TOKENS, ignore_eos=True)
     console = Console(stderr=True)
     with Client(model=model, num_workers=1, kv_cache_bytes=2**30, name="bench") as client:
-        inputs = _Inputs(client.info.limits.vocab_size)
+        inputs = Inputs(client.info.limits.vocab_size)
 
         def score(prompts: Prompts) -> None:
             client.generate(prompts, scoring)
@@ -127,7 +106,12 @@ def run(model: str, repeats: int, num_prompts: int) -> dict[str, Any]:
                 peer.score,
                 scored,
             ),
-            "shared": (lambda: inputs.shared(num_prompts), score, peer.score, scored),
+            "shared": (
+                lambda: inputs.shared(num_prompts, _SHARED_TOKENS, _PROMPT_TOKENS - _SHARED_TOKENS),
+                score,
+                peer.score,
+                scored,
+            ),
             "generate": (
                 lambda: inputs.unique(_GENERATE_REQUESTS, _GENERATE_PROMPT_TOKENS),
                 generate,

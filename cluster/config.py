@@ -40,6 +40,8 @@ OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE"})
 """Variables with our prefix that are no engine settings: where converted models are kept."""
 
 GIB = 2**30
+SAVE_SEGMENT_TOKENS = 512
+"""Of `save_segment_tokens`, where several workers share an offload store."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,10 +79,38 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     requests then recompute their KV (never their rows)."""
     save_finished: bool = True
     """Whether blocks of finished requests go to the offload store, for other workers to find."""
+    save_segment_tokens: int | None = None
+    """Requests save their KV each time so many new tokens are computed, so that a lost worker costs
+    at most that much; 0 saves on eviction only. None is 512 where there are several workers and an
+    offload store, else 0."""
+    enable_migration: bool = True
+    """Whether requests are moved between workers to even out load and blocks; draining and
+    `Client.migrate` move them in any case."""
+    journal_path: str | None = None
+    """A file, on a local disk of the machine that starts the engine, from which a restarted
+    scheduler goes on with every request; None has clients send their requests again, which then
+    start anew. It is made where it is not there. One engine at a time may use it."""
+    result_ttl_s: float = 3600.0
+    """Seconds for which results can be fetched by request id; only with a journal."""
     max_logprobs: int = -1
     """Largest k of `logprobs` and `prompt_logprobs` a request may ask for; -1 is the vocabulary."""
     max_rows_bytes: int = 4 * GIB
     """Largest size of one request's logprob rows; larger ones are refused at submission."""
+    max_queued_requests: int = 20_000
+    """Waiting requests, beyond which new ones are refused with `Overloaded`."""
+    max_queued_tokens: int = 50_000_000
+    """Tokens that waiting requests need computed, beyond which new ones are refused."""
+    client_grace_s: float = 60.0
+    """Seconds after which a client that is not heard of counts as gone: what it submitted is
+    cancelled, unless it was submitted `detached`. The engine ends with the client that started it,
+    unless it was started to stay."""
+    step_timeout_s: float = 60.0
+    """Seconds that a step may take, and 0.1 more for each of its tokens; a worker that takes longer
+    hangs, and is ended and replaced. A copy of KV may take 1.5 times as long, but 60 s at least,
+    and the answer to a ping half as long, but 10 s at least. Loading the model is no step."""
+    max_worker_restarts: int = 5
+    """Replacements of a worker in a row of which none did any work, until it is not replaced any
+    more; 0: no worker that is lost is replaced."""
     num_threads: int | None = None
     """CPU threads per worker; None shares the node's cores out among its workers."""
     num_gpus_per_worker: float | None = None
@@ -88,7 +118,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpus_per_worker: float = 1.0
     """CPUs that Ray reserves per worker; a reservation only, `num_threads` sets the threads."""
     startup_timeout_s: float = 300.0
-    """Seconds until a start that has not come up fails and says what is missing."""
+    """Seconds until a start that has not come up fails and says what is missing, and for which
+    requests wait for a worker when the last one was lost."""
     namespace: str = "haversack"
     """Ray namespace of the engine's actors."""
     name: str = "engine"
@@ -152,9 +183,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             enable_prefix_caching=self.enable_prefix_caching,
             enable_offload=self.offload_bytes > 0,
             save_finished=self.save_finished,
+            save_segment_tokens=self._save_segment_tokens(),
+            enable_migration=self.enable_migration,
+            enable_journal=self.journal_path is not None,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
             max_logprobs=self.max_logprobs,
             max_rows_bytes=self.max_rows_bytes,
         )
+
+    def _save_segment_tokens(self) -> int:
+        if self.offload_bytes == 0:
+            return 0
+        if self.save_segment_tokens is not None:
+            return self.save_segment_tokens
+        return SAVE_SEGMENT_TOKENS if self.num_workers > 1 else 0
 
 
 RULES: dict[str, Rule] = {
@@ -171,8 +214,17 @@ RULES: dict[str, Rule] = {
     "enable_prefix_caching": flag(),
     "offload_bytes": size(0),
     "save_finished": flag(),
+    "save_segment_tokens": optional(whole(0)),
+    "enable_migration": flag(),
+    "journal_path": optional(text()),
+    "result_ttl_s": number(0.0),
     "max_logprobs": whole(-1),
     "max_rows_bytes": size(1),
+    "max_queued_requests": whole(1),
+    "max_queued_tokens": whole(1),
+    "client_grace_s": number(0.0, exclusive=True),
+    "step_timeout_s": number(0.0, exclusive=True),
+    "max_worker_restarts": whole(0),
     "num_threads": optional(whole(1)),
     "num_gpus_per_worker": optional(number(0.0, whole_above_one=True)),
     "cpus_per_worker": number(0.0, whole_above_one=True),

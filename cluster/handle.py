@@ -5,6 +5,8 @@ Rules:
 - It is fed by one thread and may be waited for by any number of threads and event loops.
 - A stop string ends a completion for the user at once; the handle ends when the scheduler, told to
   cancel it, has confirmed that it is over, so that its id and blocks are free then.
+- What comes again (after a reconnection the engine tells everything from the start) is dropped, by
+  its number. A gap in what comes is a bug of the engine, and ends the handle with an error.
 The module knows no Ray; cancelling is a function that it is given.
 """
 
@@ -12,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 
 from cluster.detokenizer import Detokenizer, TokenTable
-from scheduler.errors import HaversackError, from_wire
+from scheduler.errors import HaversackError, InvariantViolation, from_wire
 from scheduler.logprobs import LogprobRows, Logprobs
 from scheduler.messages import OutputDelta, Submission
 from scheduler.outputs import (
@@ -65,6 +66,8 @@ class RequestHandle:
         self._stats: RequestStats | None = None
         self._error: HaversackError | None = None
         self._is_done = False
+        self.is_cancelled = False
+        """Whether its user has asked for its end."""
 
     @property
     def request_id(self) -> str:
@@ -83,6 +86,7 @@ class RequestHandle:
         Its result then has what it had produced, with finish_reason "abort". A request that is
         done is left as it is.
         """
+        self.is_cancelled = True
         if not self._is_done:
             self._tell_cancel([self.request_id])
 
@@ -121,17 +125,20 @@ class RequestHandle:
     # ------------------------------------------------------------------------- what comes in
 
     def feed(self, delta: OutputDelta) -> None:
-        """Take in the next delta; ignored once the handle is done."""
+        """Take in the next delta, or again an earlier one; ignored once the handle is done."""
         to_cancel: list[str] = []
         with self._changed:
             if self._is_done:
                 return
-            if delta.error is not None:
-                self._error = from_wire(delta.error)
-                self._is_done = True
-                to_cancel = [self.request_id] if len(self._completions) > 1 else []
-            else:
+            try:
+                if delta.error is not None:
+                    raise from_wire(delta.error)
                 to_cancel = self._take(delta)
+            except HaversackError as error:
+                self._error = error
+                self._is_done = True
+                is_live = delta.error is None or len(self._completions) > 1
+                to_cancel = [self.request_id] if is_live else []
             self._notify()
         if to_cancel:
             self._tell_cancel(to_cancel)
@@ -144,8 +151,25 @@ class RequestHandle:
                 self._is_done = True
                 self._notify()
 
+    def abandon(self) -> None:
+        """End with what there is, as cancelled requests do; ignored once the handle is done."""
+        with self._changed:
+            if not self._is_done:
+                for completion in self._completions:
+                    completion.abort()
+                self._is_done = True
+                self._notify()
+
+    def unwanted_ids(self) -> list[str]:
+        """Return what the scheduler should cancel if it does not know yet that it is over."""
+        with self._changed:
+            ended = [c.index for c in self._completions if c.finish_reason is not None]
+        if self.is_cancelled or len(ended) == len(self._completions):
+            return [self.request_id]
+        return [f"{self.request_id}#{index}" for index in ended]
+
     def _take(self, delta: OutputDelta) -> list[str]:
-        if delta.prompt_logprobs is not None:
+        if self._prompt_logprobs is None:
             self._prompt_logprobs = delta.prompt_logprobs
         if delta.stats is not None and (delta.index == 0 or self._stats is None):
             self._stats = delta.stats
@@ -224,6 +248,8 @@ class _Completion:
         self.stop_reason: int | str | None = None
         self.is_over = False
         """Whether the scheduler has confirmed the end."""
+        self._num_received = 0
+        """Tokens that came; `token_ids` has fewer where a stop string ended it before the last."""
         self._detokenizer = Detokenizer(table, params) if table is not None else None
         self._logprobs: LogprobRows | None = None
 
@@ -232,11 +258,22 @@ class _Completion:
         return self._detokenizer.text if self._detokenizer is not None else ""
 
     def take(self, delta: OutputDelta) -> None:
-        """Add a delta, up to the token that ends the completion."""
-        self.is_over = delta.finish_reason is not None
+        """Add what is new in a delta, up to the token that ends the completion.
+
+        Raises:
+            InvariantViolation: tokens before it are missing; nothing has changed then.
+        """
+        num_known = self._num_received - delta.num_previous_tokens
+        if self.finish_reason is None and num_known < 0:
+            raise InvariantViolation(
+                f"the engine left out {-num_known} tokens of a request after its first "
+                f"{self._num_received}: report this"
+            )
+        self.is_over |= delta.finish_reason is not None
         if self.finish_reason is not None:
             return
-        new_ids = [] if delta.new_token_ids is None else delta.new_token_ids.tolist()
+        new_ids = [] if delta.new_token_ids is None else delta.new_token_ids[num_known:].tolist()
+        self._num_received += len(new_ids)
         kept = len(new_ids)
         if self._detokenizer is not None:
             before = self._detokenizer.num_tokens
@@ -250,13 +287,25 @@ class _Completion:
         if delta.new_logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = LogprobRows(delta.new_logprobs.width - 1)
-            self._logprobs.append(delta.new_logprobs[:kept])
+            self._logprobs.append(delta.new_logprobs[num_known : num_known + kept])
         if self._detokenizer is not None and self._detokenizer.stop_string is not None:
             self.finish_reason = FinishReason.STOP.value
             self.stop_reason = self._detokenizer.stop_string
         elif delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
             self.stop_reason = delta.stop_reason
+
+    def abort(self) -> None:
+        """End here, unless it has ended."""
+        if self.finish_reason is None:
+            self.take(
+                OutputDelta(
+                    "",
+                    self.index,
+                    num_previous_tokens=self._num_received,
+                    finish_reason=FinishReason.ABORT,
+                )
+            )
 
     def logprobs_from(self, start: int) -> Logprobs | None:
         """Return the rows of the tokens from number `start` on; None where none were asked for."""
@@ -353,12 +402,3 @@ class _Listener:
     def _wake(self) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._event.set)
-
-
-def wait_until_done(handles: list[RequestHandle], timeout: float) -> None:
-    """Return when all are done, or after `timeout` seconds."""
-    deadline_s = time.monotonic() + timeout
-    for handle in handles:
-        with handle._changed:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            handle._changed.wait_for(lambda h=handle: h._is_done, left_s)  # type: ignore[misc]

@@ -35,8 +35,14 @@ def chosen_settings(
     return loaded, changed | set(settings)
 
 
-def find_or_start(config: EngineConfig, *, start: bool) -> tuple[Any, EngineHandles | None]:
-    """Return the scheduler of the engine of that name, and all actors where this started it.
+def find_or_start(
+    config: EngineConfig, *, start: bool, owner_client_id: str | None = None
+) -> tuple[Any, EngineHandles | None]:
+    """Return the scheduler of the engine of that name, and its handles where this started it.
+
+    Args:
+        start: whether to start an engine where none is running.
+        owner_client_id: with whom an engine that is started here ends; None: it stays.
 
     Raises:
         EngineUnavailable: none is running and none may be started.
@@ -52,7 +58,7 @@ def find_or_start(config: EngineConfig, *, start: bool) -> tuple[Any, EngineHand
                 f"no engine called {config.name!r} is running in namespace {config.namespace!r}: "
                 "start one with cluster.Client(model=...)"
             )
-        started = start_engine(config)
+        started = start_engine(config, owner_client_id=owner_client_id)
         if started is not None:
             return started.scheduler, started
         if time.monotonic() > deadline_s:

@@ -1,10 +1,12 @@
-"""Starts or finds an engine's actors, hands their handles to each other, and ends them.
+"""Starts or finds an engine, and ends it.
 
 Rules:
-- The scheduler is made first: its name in the namespace is the lock that keeps two starters apart.
+- The scheduler is all that is started here; it starts the rest. Its name in the namespace is the
+  lock that keeps two starters apart.
 - A start either comes up within its deadline or leaves nothing behind, and says why.
-- Nothing imports its caller: the scheduler and the store get handles from here.
-An engine lives as long as whoever started it, unless it was started `detached`.
+- Nothing imports its caller: what the scheduler has to start, and how, it gets from here as an
+  argument (`engine_spec`).
+An engine ends with the client that started it, unless it was started without one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,13 +24,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.config import EngineConfig
-from offload_store.actor import OffloadStoreActor
-from scheduler import actor as scheduler_actor
-from scheduler.codec import decode, encode
+from cluster.fleet import RayFleet, end_parts, find_parts, part_name, resources
+from scheduler.actor import CONCURRENCY_GROUPS, EngineSpec, SchedulerActor
+from scheduler.calls import Timeouts
 from scheduler.errors import EngineUnavailable, HaversackError, StartupFailed
-from scheduler.loop import CLIENT_GRACE_S
-from scheduler.messages import WorkerInfo
-from workers import actor as worker_actor
+from scheduler.restarts import RestartLimits
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +38,30 @@ _MALLOC = (
     ":glibc.malloc.hugetlb=1"
 )
 """Keeps large buffers in the process: giving them back costs more than the arithmetic on them."""
-_MAX_STORE_CALLS = 100_000
 _JOIN_TIMEOUT_S = 30.0
-_CLOSE_TIMEOUT_S = 5.0
-_WAIT_SLICE_S = 0.5
+_ANSWER_TIMEOUT_S = 30.0
+"""How much longer than the scheduler gives its workers to wait for what it says of them."""
+_SHUTDOWN_TIMEOUT_S = 20.0
+_FAREWELL_TIMEOUT_S = 5.0
+_RETRY_S = 0.05
+_MIN_STORE_S = 60.0
+"""However short steps are: in that time a store that hangs is found, ended and replaced."""
+_MIN_PING_S = 10.0
+"""However short steps are: a machine may be busy with other things."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineHandles:
-    """The actors of an engine that was started here."""
+    """An engine that was started here."""
 
     scheduler: Any
-    store: Any = None
-    workers: list[Any] = field(default_factory=list)
+    namespace: str
+    name: str
 
 
 def actor_name(config: EngineConfig, part: str) -> str:
     """Return the name of an engine's actor in its namespace."""
-    return f"haversack-{config.name}-{part}"
+    return part_name(config.name, part)
 
 
 def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
@@ -103,7 +110,7 @@ def find_engine(config: EngineConfig) -> Any | None:
         return None
     try:
         ray.get(scheduler.ready.remote(), timeout=max(_JOIN_TIMEOUT_S, config.startup_timeout_s))
-    except RayActorError:
+    except (RayActorError, RayTaskError):
         return None
     except GetTimeoutError as error:
         raise EngineUnavailable(
@@ -114,122 +121,137 @@ def find_engine(config: EngineConfig) -> Any | None:
 
 
 def start_engine(
-    config: EngineConfig, *, detached: bool = False, client_grace_s: float = CLIENT_GRACE_S
+    config: EngineConfig, *, owner_client_id: str | None = None
 ) -> EngineHandles | None:
     """Start an engine on the Ray that this process is connected to, and wait until it is ready.
 
     Args:
-        detached: whether it outlives this process.
-        client_grace_s: a client that has not polled for so long is given up.
+        owner_client_id: the engine ends when this client has gone; None: it outlives this process.
 
     Returns:
-        its actors, or None where an engine of that name is there already.
+        its handles, or None where an engine of that name is there already.
 
     Raises:
         StartupFailed: it did not come up in time, or a part of it died.
         ModelNotFound, UnsupportedModel, InvalidConfig: as a worker found.
     """
-    deadline_s = time.monotonic() + config.startup_timeout_s
-    scheduler_class = _actor_class(
-        scheduler_actor.SchedulerActor,
-        num_cpus=0,
-        concurrency_groups=scheduler_actor.CONCURRENCY_GROUPS,
-    )
-    options = _options(config, "scheduler", detached)
+    spec, fleet = engine_spec(config, owner_client_id)
+    lacking = fleet.lacking()
+    if lacking and _is_private_ray():
+        raise StartupFailed(f"the engine can't start: {lacking}. {fleet.describe_shortage()}")
     try:
-        scheduler = scheduler_class.options(**options).remote(
-            config.model, msgspec.structs.asdict(config)
-        )
+        scheduler = fleet.start_scheduler(SchedulerActor, CONCURRENCY_GROUPS, spec)
     except ValueError:
         return None
-    handles = EngineHandles(scheduler)
+    handles = EngineHandles(scheduler, config.namespace, config.name)
     try:
-        _start_parts(config, handles, detached, deadline_s, client_grace_s)
+        _wait_until_ready(config, scheduler)
     except BaseException:
         kill_engine(handles)
         raise
     return handles
 
 
-def _start_parts(
-    config: EngineConfig,
-    handles: EngineHandles,
-    detached: bool,
-    deadline_s: float,
-    client_grace_s: float,
-) -> None:
+def engine_spec(
+    config: EngineConfig, owner_client_id: str | None = None
+) -> tuple[EngineSpec, RayFleet]:
+    """Return what the scheduler is to be given, and the fleet in it, for the cluster as it is."""
     num_gpus = _gpus_per_worker(config)
     num_threads = config.num_threads or _threads_per_worker(config.num_workers)
-    worker_class = _actor_class(
-        worker_actor.WorkerActor, concurrency_groups=worker_actor.CONCURRENCY_GROUPS
+    patience_s = config.step_timeout_s
+    timeouts = Timeouts(
+        step_s=patience_s,
+        store_s=max(_MIN_STORE_S, 1.5 * patience_s),
+        ping_s=max(_MIN_PING_S, 0.5 * patience_s),
     )
-    for index in range(config.num_workers):
-        options = _options(config, f"worker-{index}", detached) | {
+    fleet = RayFleet(
+        namespace=config.namespace,
+        name=config.name,
+        model=config.model,
+        num_workers=config.num_workers,
+        worker_options={
             "num_cpus": config.cpus_per_worker,
             "num_gpus": num_gpus,
             "runtime_env": {
                 "env_vars": {"GLIBC_TUNABLES": _MALLOC, "OMP_NUM_THREADS": str(num_threads)}
             },
-        }
-        handles.workers.append(
-            worker_class.options(**options).remote(
-                f"worker-{index}",
-                config.model,
-                device="cuda" if num_gpus else "cpu",
-                dtype=config.dtype,
-                num_blocks=config.num_blocks,
-                kv_bytes=config.kv_cache_bytes,
-                block_size=config.block_size,
-                num_threads=num_threads,
-            )
-        )
-    infos = _wait_for_workers(config, handles.workers, num_gpus, deadline_s)
-    first = decode(infos[0], WorkerInfo)
-    if config.offload_bytes > 0:
-        store_class = _actor_class(OffloadStoreActor, num_cpus=0, max_concurrency=_MAX_STORE_CALLS)
-        handles.store = store_class.options(**_options(config, "store", detached)).remote(
-            config.offload_bytes, first.block_bytes, first.block_size
-        )
-        _get_part("the offload store", handles.store.ping.remote(), deadline_s)
-    limits = encode(config.scheduler_config(first))
-    started = handles.scheduler.start.remote(limits, handles.store, client_grace_s)
-    _get_part("the scheduler", started, deadline_s)
-    for worker, info in zip(handles.workers, infos, strict=True):
-        _get_part("the scheduler", handles.scheduler.add_worker.remote(worker, info), deadline_s)
+        },
+        worker_settings={
+            "device": "cuda" if num_gpus else "cpu",
+            "dtype": config.dtype,
+            "num_blocks": config.num_blocks,
+            "kv_bytes": config.kv_cache_bytes,
+            "block_size": config.block_size,
+            "num_threads": num_threads,
+        },
+        offload_bytes=config.offload_bytes,
+        home_node_id=ray.get_runtime_context().get_node_id(),
+        startup_timeout_s=config.startup_timeout_s,
+        takeover_timeout_s=timeouts.for_step(config.max_num_batched_tokens),
+        transfer_timeout_s=patience_s,
+    )
+    journal = config.journal_path
+    spec = EngineSpec(
+        model=config.model,
+        settings=msgspec.structs.asdict(config),
+        fleet=fleet,
+        limits=config.scheduler_config,
+        num_workers=config.num_workers,
+        startup_timeout_s=config.startup_timeout_s,
+        owner_client_id=owner_client_id,
+        client_grace_s=config.client_grace_s,
+        # Relative to where the user is, not to where the scheduler is.
+        journal_path=str(Path(journal).expanduser().absolute()) if journal is not None else None,
+        result_ttl_s=config.result_ttl_s,
+        timeouts=timeouts,
+        restarts=RestartLimits(
+            max_restarts=config.max_worker_restarts,
+            max_in_first_step=config.max_num_seqs.bit_length(),
+        ),
+    )
+    return spec, fleet
+
+
+def _wait_until_ready(config: EngineConfig, scheduler: Any) -> None:
+    """Return when the engine is there.
+
+    Raises:
+        StartupFailed: the scheduler died, or did not answer in time.
+        HaversackError: why the engine did not come up.
+    """
+    timeout_s = config.startup_timeout_s + _ANSWER_TIMEOUT_S
+    try:
+        ray.get(scheduler.ready.remote(), timeout=timeout_s)
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, HaversackError):
+            raise cause from None
+        raise StartupFailed(f"the scheduler failed while starting: {error}") from error
+    except GetTimeoutError as error:
+        raise StartupFailed(f"the scheduler did not answer within {timeout_s:g} s") from error
+    except RayError as error:
+        raise StartupFailed(f"the scheduler died while starting: {error}") from error
 
 
 def stop_engine(handles: EngineHandles) -> None:
-    """Tell every client that the engine ends, then end its actors."""
-    with contextlib.suppress(RayError):
-        ray.get(handles.scheduler.shutdown.remote(), timeout=_CLOSE_TIMEOUT_S)
+    """Tell every client that the engine ends, and return when nothing of it is left."""
+    with contextlib.suppress(RayError, HaversackError):
+        ray.get(handles.scheduler.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+        deadline_s = time.monotonic() + _FAREWELL_TIMEOUT_S
+        while find_parts(handles.namespace, handles.name) and time.monotonic() < deadline_s:
+            time.sleep(_RETRY_S)
     kill_engine(handles)
 
 
 def kill_engine(handles: EngineHandles) -> None:
     """End an engine's actors, whatever they are doing."""
-    for handle in (handles.scheduler, *handles.workers, handles.store):
-        if handle is not None:
-            with contextlib.suppress(RayError, ValueError):
-                ray.kill(handle)
-
-
-def _actor_class(kind: type, **options: Any) -> Any:
-    decorate: Any = ray.remote(**options)
-    return decorate(kind)
-
-
-def _options(config: EngineConfig, part: str, detached: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "name": actor_name(config, part),
-        "namespace": config.namespace,
-        "max_restarts": 0,
-    }
-    return options | ({"lifetime": "detached"} if detached else {})
+    with contextlib.suppress(RayError):
+        end_parts(handles.namespace, handles.name)
 
 
 def _gpus_per_worker(config: EngineConfig) -> float:
     """Return the GPUs to reserve per worker; more than 0 means that workers run on cuda."""
-    has_gpu = _resources("cluster_resources").get("GPU", 0) > 0
+    has_gpu = resources("cluster_resources").get("GPU", 0) > 0
     if config.device == "cpu" or (config.device == "auto" and not has_gpu):
         return 0.0
     asked = config.num_gpus_per_worker
@@ -238,89 +260,12 @@ def _gpus_per_worker(config: EngineConfig) -> float:
 
 def _threads_per_worker(num_workers: int) -> int:
     """Return a worker's fair share of the cluster's cores, at most one node's."""
-    cores = [node["Resources"].get("CPU", 0.0) for node in _nodes() if node["Alive"]]
+    ask: Any = ray.nodes
+    cores = [node["Resources"].get("CPU", 0.0) for node in ask() if node["Alive"]]
     return max(1, int(min(sum(cores) / num_workers, max(cores, default=1.0))))
-
-
-def _wait_for_workers(
-    config: EngineConfig, workers: list[Any], num_gpus: float, deadline_s: float
-) -> list[bytes]:
-    """Return what every worker says about itself, in order.
-
-    Raises:
-        StartupFailed: a worker died or did not answer in time.
-        HaversackError: the typed error that a worker raised.
-    """
-    pending = [worker.info.remote() for worker in workers]
-    answers = list(pending)
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=_WAIT_SLICE_S)
-        for answer in ready:
-            _get_part(f"worker-{answers.index(answer)}", answer, deadline_s)
-        lacking = _lacking(config, num_gpus)
-        if pending and (time.monotonic() > deadline_s or (lacking and _is_private_ray())):
-            raise StartupFailed(
-                f"{len(pending)} of {config.num_workers} workers did not start"
-                + (f": {lacking}" if lacking else f" within {config.startup_timeout_s:g} s")
-                + f". The cluster has {_describe(_resources('cluster_resources'))}, of which "
-                f"{_describe(_resources('available_resources'))} are free. Ask for fewer or "
-                "smaller workers, add nodes, or raise startup_timeout_s",
-                num_workers=config.num_workers,
-                cpus_per_worker=config.cpus_per_worker,
-                num_gpus_per_worker=num_gpus,
-            )
-    return [bytes(ray.get(answer)) for answer in answers]
-
-
-def _lacking(config: EngineConfig, num_gpus: float) -> str:
-    """Say what the whole cluster has too little of; empty where it has enough."""
-    total = _resources("cluster_resources")
-    asked = {"CPU": config.cpus_per_worker, "GPU": num_gpus}
-    missing = [
-        f"{each * config.num_workers:g} {name} for {config.num_workers} workers with {each:g} each"
-        for name, each in asked.items()
-        if each * config.num_workers > total.get(name, 0)
-    ]
-    return f"asked for {' and '.join(missing)}" if missing else ""
 
 
 def _is_private_ray() -> bool:
     """Whether this process started its Ray: then nobody is going to add a node."""
     node = ray._private.worker._global_node
     return node is not None and bool(node.is_head())
-
-
-def _resources(which: str) -> dict[str, float]:
-    """Return what the cluster has ("cluster_resources") or has free ("available_resources")."""
-    found: dict[str, float] = getattr(ray, which)()
-    return found
-
-
-def _nodes() -> list[dict[str, Any]]:
-    ask: Any = ray.nodes
-    found: list[dict[str, Any]] = ask()
-    return found
-
-
-def _describe(resources: dict[str, float]) -> str:
-    return f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} GPU"
-
-
-def _get_part(what: str, answer: Any, deadline_s: float) -> Any:
-    """Return a starting part's answer.
-
-    Raises:
-        StartupFailed: it died, raised something untyped, or ran out of time.
-        HaversackError: what it raised.
-    """
-    try:
-        return ray.get(answer, timeout=max(0.0, deadline_s - time.monotonic()))
-    except RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, HaversackError):
-            raise cause from None
-        raise StartupFailed(f"{what} failed while starting: {error}") from error
-    except GetTimeoutError as error:
-        raise StartupFailed(f"{what} did not answer in time") from error
-    except RayError as error:
-        raise StartupFailed(f"{what} died while starting: {error}") from error

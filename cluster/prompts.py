@@ -1,11 +1,17 @@
 """What a user may submit: a prompt, checked and turned into token ids, and what comes with it.
 
+A request that is given an id and no seed gets a seed that follows from the id, so that submitting
+it again, from whichever process, asks for the same.
+
 Text goes through the model's own tokenizer, with its special tokens, as vLLM does. The module
 knows no Ray and no engine.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +19,7 @@ import numpy as np
 
 from scheduler.codec import IntArray, int_array
 from scheduler.errors import InvalidRequest
-from scheduler.sampling_params import SamplingParams
+from scheduler.sampling_params import SEED_LIMIT, SamplingParams
 
 Prompt: TypeAlias = "str | Sequence[int] | np.ndarray[Any, Any] | Mapping[str, Any]"
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -60,7 +66,24 @@ def parse_prompt(
     raise _refusal(f"a prompt is not a {type(prompt).__name__}: {_FORMS}")
 
 
-def check_arguments(params: Any, request_id: Any, priority: Any, cache_salt: Any) -> None:
+def seed_for(params: SamplingParams, request_id: str | None) -> int:
+    """Return the seed in force: the user's, or the id's, or where there is neither a drawn one."""
+    if params.seed is not None:
+        return params.seed
+    if request_id is None:
+        return secrets.randbelow(SEED_LIMIT)
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"haversack-seed").digest()
+    return int.from_bytes(digest, "little") % SEED_LIMIT
+
+
+def check_arguments(
+    params: Any,
+    request_id: Any,
+    priority: Any,
+    cache_salt: Any,
+    timeout_s: Any = None,
+    detached: Any = False,
+) -> None:
     """Check the types of what comes with a prompt.
 
     Raises:
@@ -71,11 +94,9 @@ def check_arguments(params: Any, request_id: Any, priority: Any, cache_salt: Any
             f"sampling_params is a {type(params).__name__}: give SamplingParams",
             param="sampling_params",
         )
+    if request_id is not None:
+        check_request_id(request_id)
     rules = {
-        "request_id": (
-            request_id is None or (_is_text(request_id) and request_id != ""),
-            "a non-empty string of whole characters",
-        ),
         "priority": (
             type(priority) is int and abs(priority) <= _MAX_PRIORITY,
             f"an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}",
@@ -84,13 +105,40 @@ def check_arguments(params: Any, request_id: Any, priority: Any, cache_salt: Any
             cache_salt is None or _is_text(cache_salt),
             "a string of whole characters, or None",
         ),
+        "timeout_s": (
+            timeout_s is None or is_seconds(timeout_s, above_zero=True),
+            "a finite number of seconds > 0, or None",
+        ),
+        "detached": (type(detached) is bool, "True or False"),
     }
-    values = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
+    values = {
+        "priority": priority,
+        "cache_salt": cache_salt,
+        "timeout_s": timeout_s,
+        "detached": detached,
+    }
     for param, (holds, allowed) in rules.items():
         if not holds:
             raise InvalidRequest(
                 f"{param}={values[param]!r} is not allowed: give {allowed}", param=param
             )
+
+
+def check_request_id(request_id: Any) -> None:
+    """Raise `InvalidRequest` where that can't be a request's id."""
+    if not _is_text(request_id) or request_id == "":
+        raise InvalidRequest(
+            f"request_id={request_id!r} is not allowed: give a non-empty string of whole "
+            "characters",
+            param="request_id",
+        )
+
+
+def is_seconds(value: object, *, above_zero: bool = False) -> bool:
+    """Whether it is a finite number of at least 0, or above it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return False
+    return value > 0 if above_zero else value >= 0
 
 
 def _is_text(value: object) -> bool:

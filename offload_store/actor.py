@@ -1,11 +1,15 @@
 """The offload store as an actor: it holds references to KV data, never the data itself.
 
 The store calls `worker.read_blocks`, which makes it the owner of the returned array: the array
-lives in the object store of the worker's node and outlives the worker. To load, it hands the
-references to `worker.write_blocks`, and Ray shares or moves the memory between the workers.
+lives in the object store of the worker's node and outlives the worker. A copy in the object store
+of this node lets it outlive the worker's node too. To load, the store hands the references to
+`worker.write_blocks`, and Ray shares or moves the memory between the workers.
 
 Rules:
-- No array is ever fetched into this process: a reference that is awaited would be.
+- No array is ever fetched into this process: a reference that is awaited would be. That an array
+  is there is known from the small number that comes with it.
+- A segment counts as saved once a copy is on this node, which costs nothing where the worker is on
+  it too. That is as good as it gets, not a promise: Ray drops copies where memory is short.
 - A call prepares all that it changes in the index before its first `await`, so calls take effect in
   the order in which they start, and a slow save keeps nobody waiting.
 - Ray starts the calls of one caller on an asyncio actor in any order. A caller therefore awaits the
@@ -13,16 +17,22 @@ Rules:
   that overtook a save would leave blocks owned for ever.
 - A load keeps the references it needs for as long as it runs, so that no eviction or replacement
   can take the data away from under it.
+- Nobody waits for ever for a worker that hangs. A read that was given up harms nobody; a write that
+  was given up may still happen, which only the worker can tell: an empty write to it is a fence.
+- All that is known is in this process. Restarted, the store is empty, and every lookup a miss.
 
-A worker is a handle with two methods. `read_blocks(block_ids)` returns these blocks, uint8
-[blocks, block_bytes]. `write_blocks(block_ids, segments, sources)` gets a list of references and,
-for each block, a pair (index of a reference, row of its array); it writes that row into the block,
-and returns how many leading blocks it wrote before it met an array that is lost.
+A worker is a handle with two methods; both refuse an epoch that is not the worker's, which is
+that of the scheduler that reset it. `read_blocks(epoch, block_ids)` returns two objects: these
+blocks, uint8 [blocks, block_bytes], and their number. `write_blocks(epoch, block_ids, segments,
+sources)` gets a list of references and, for each block, a pair (index of a reference, row of its
+array); it writes that row into the block, and returns how many leading blocks it wrote before it
+met an array that is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,20 +40,23 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.experimental import get_local_object_locations
+from ray.exceptions import RayError
 
+from offload_store.records import SavePlan
 from offload_store.store import DEFAULT_SEGMENT_BYTES, OffloadStore
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAITING_SAVES = 256
+DEFAULT_TRANSFER_TIMEOUT_S = 60.0
+_PULL_TIMEOUT_S = 10.0
+_MAX_PULLS = 64
 
 
 class OffloadStoreActor:
     """Saves workers' KV blocks and writes them into other workers.
 
-    An asyncio actor; `cluster.launch` decorates it, and allows more calls at once than there can be
-    requests saving and loading.
+    An asyncio actor; whoever starts it decorates it, and allows more calls at once than there can
+    be requests saving and loading.
     """
 
     def __init__(
@@ -52,10 +65,19 @@ class OffloadStoreActor:
         block_bytes: int,
         block_size: int,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
     ) -> None:
-        """Start empty; see `OffloadStore` for the arguments."""
+        """Start empty; see `OffloadStore` for the other arguments.
+
+        Args:
+            transfer_timeout_s: longest wait for the next segment that a worker reads, and for each
+                GiB (the last one may be smaller) that a worker writes.
+        """
         self._data: dict[int, Any] = {}
         """ObjectRef to each segment's uint8 [rows, block_bytes], from `read_blocks` on."""
+        self._block_bytes = block_bytes
+        self._timeout_s = transfer_timeout_s
+        self._pulls = ThreadPoolExecutor(_MAX_PULLS, thread_name_prefix="pull")
         self._store = OffloadStore(
             capacity_bytes,
             block_bytes,
@@ -63,7 +85,6 @@ class OffloadStoreActor:
             segment_bytes=segment_bytes,
             on_drop=lambda segment_id: self._data.pop(segment_id, None),
         )
-        self._waiters = ThreadPoolExecutor(_MAX_WAITING_SAVES, thread_name_prefix="save")
 
     async def lookup(
         self,
@@ -89,6 +110,7 @@ class OffloadStoreActor:
         self,
         request_id: str,
         worker: Any,
+        epoch: int,
         block_hashes: list[bytes],
         block_ids: list[int],
         owned: bool,
@@ -96,10 +118,12 @@ class OffloadStoreActor:
     ) -> tuple[int, int]:
         """Copy a worker's blocks to the store, as far as they are not there and there is room.
 
-        The worker must not change the blocks before this returns. A read that fails, also by the
-        worker's death, leaves its segment out; nothing is raised for it.
+        The worker must not change the blocks before this returns. A read that fails leaves its
+        segment out, and one that takes too long leaves out the later ones also. Nothing is raised
+        for it, whether the worker died, hangs or serves another epoch.
 
         Args:
+            epoch: of the calling scheduler.
             block_hashes: full blocks of the request, in order.
             block_ids: where they are on the worker, one id per hash.
             owned: whether they are kept until the request is forgotten.
@@ -111,29 +135,29 @@ class OffloadStoreActor:
         Raises:
             ValueError: the two lists differ in length.
         """
-        if len(block_hashes) != len(block_ids):
-            raise ValueError(f"{len(block_hashes)} hashes were given for {len(block_ids)} blocks")
+        _check_lengths(block_hashes, block_ids)
         plan = self._store.prepare_save(request_id, block_hashes, owned=owned, replace=replace)
-        reads: dict[Any, int] = {}
         unended = {segment_id for segment_id, _ in plan.segments}
         try:
-            for segment_id, indices in plan.segments:
-                data = worker.read_blocks.remote([block_ids[index] for index in indices])
-                self._data[segment_id] = data
-                reads[data] = segment_id
-            failed = await self._complete(request_id, reads, unended)
+            await self._read(worker, epoch, block_ids, plan, unended)
         finally:
             for segment_id in unended:
                 self._store.complete_save(segment_id, ok=False)
-        copied = sum(len(indices) for segment, indices in plan.segments if segment not in failed)
-        return self._store.num_saved_blocks(plan, failed), copied
+        copied = sum(len(indices) for segment, indices in plan.segments if segment not in unended)
+        return self._store.num_saved_blocks(plan, unended), copied
 
     async def load(
-        self, request_id: str, worker: Any, block_hashes: list[bytes], block_ids: list[int]
+        self,
+        request_id: str,
+        worker: Any,
+        epoch: int,
+        block_hashes: list[bytes],
+        block_ids: list[int],
     ) -> int:
         """Write blocks that the latest lookup promised to the request into a worker's blocks.
 
         Args:
+            epoch: of the calling scheduler.
             block_hashes: leading blocks of the request.
             block_ids: where on the worker to write them, one id per hash.
 
@@ -143,10 +167,10 @@ class OffloadStoreActor:
 
         Raises:
             ValueError: the two lists differ in length.
-            ray.exceptions.RayError: the worker died or failed to write.
+            TimeoutError: the worker takes too long, and may still write into the blocks.
+            ray.exceptions.RayError: the worker died, serves another epoch or failed to write.
         """
-        if len(block_hashes) != len(block_ids):
-            raise ValueError(f"{len(block_hashes)} hashes were given for {len(block_ids)} blocks")
+        _check_lengths(block_hashes, block_ids)
         rows = self._store.segments_of(request_id, block_hashes)
         if not rows:
             return 0
@@ -155,9 +179,15 @@ class OffloadStoreActor:
         sources = [(position[row.segment_id], row.row) for row in rows]
         # Inside a list, references arrive at the worker as references.
         segments = [self._data[segment_id] for segment_id in segment_ids]
-        num_written: int = await worker.write_blocks.remote(
-            block_ids[: len(rows)], segments, sources
-        )
+        write = worker.write_blocks.remote(epoch, block_ids[: len(rows)], segments, sources)
+        timeout_s = self._timeout_s * (1 + len(rows) * self._block_bytes // 2**30)
+        try:
+            num_written: int = await asyncio.wait_for(write, timeout_s)
+        except asyncio.TimeoutError:
+            raise TimeoutError(
+                f"{len(rows)} blocks of request {request_id} were not written in {timeout_s:g} s; "
+                f"the worker may hang, or may write them yet"
+            ) from None
         if num_written < len(rows):
             lost = rows[num_written].segment_id
             logger.warning("the data of segment %d is lost", lost)
@@ -168,6 +198,13 @@ class OffloadStoreActor:
         """Drop the request's pins, and with `forget` all that is kept for it by name."""
         self._store.release(request_id, forget=forget)
 
+    async def retain(self, request_ids: list[str]) -> None:
+        """Drop all pins, and forget every request but these.
+
+        For a scheduler that starts: no promise was made to it, and it knows no other request.
+        """
+        self._store.retain(request_ids)
+
     async def stats(self) -> dict[str, int]:
         """Return the fields of `OffloadStoreStats`."""
         return msgspec.structs.asdict(self._store.stats)
@@ -176,42 +213,42 @@ class OffloadStoreActor:
         """Return True: the actor is up and its event loop turns."""
         return True
 
-    async def _complete(
-        self, request_id: str, reads: dict[Any, int], unended: set[int]
-    ) -> set[int]:
-        """End each segment's save as soon as its read has ended; return those that failed.
+    async def _read(
+        self, worker: Any, epoch: int, block_ids: list[int], plan: SavePlan, unended: set[int]
+    ) -> None:
+        """Have a plan's segments read, and complete the save of each that arrives.
 
         Args:
-            reads: the segment that each reference is the data of.
-            unended: segments whose save has not ended; each is taken out when it has.
+            unended: segments whose save has not ended; each that arrives is taken out.
         """
-        loop = asyncio.get_running_loop()
-        pending = list(reads)
-        failed = set()
-        while pending:
-            wait = partial(ray.wait, pending, num_returns=1, fetch_local=False)
-            ready, pending = await loop.run_in_executor(self._waiters, wait)
-            for data in ready:
-                error = await _failure_of(data)
-                segment_id = reads[data]
-                unended.discard(segment_id)
-                self._store.complete_save(segment_id, ok=error is None)
-                if error is not None:
-                    failed.add(segment_id)
-                    logger.warning("a save of request %s failed: %r", request_id, error)
-        return failed
+        reads = {}
+        for segment_id, indices in plan.segments:
+            reads[segment_id] = worker.read_blocks.remote(
+                epoch, [block_ids[index] for index in indices]
+            )
+            self._data[segment_id] = reads[segment_id][0]
+        for segment_id, (data, count) in reads.items():
+            try:
+                await asyncio.wait_for(count, self._timeout_s)
+            except RayError as error:
+                logger.warning("a save of request %s failed: %r", plan.request_id, error)
+                # The array's reference has the same error; Ray complains of errors nobody sees.
+                with contextlib.suppress(RayError):
+                    await data
+                continue
+            except asyncio.TimeoutError:
+                logger.warning("a save of request %s: the worker hangs", plan.request_id)
+                return
+            await self._bring_here(data)
+            unended.discard(segment_id)
+            self._store.complete_save(segment_id, ok=True)
+
+    async def _bring_here(self, data: Any) -> None:
+        """Have a copy of an array made on this node, if it can be done in time."""
+        pull = partial(ray.wait, [data], timeout=_PULL_TIMEOUT_S, fetch_local=True)
+        await asyncio.get_running_loop().run_in_executor(self._pulls, pull)
 
 
-async def _failure_of(data: Any) -> Exception | None:
-    """Return why a read that has ended brought no array, None where it did.
-
-    An array in some node's object store is a success and is not touched. What is nowhere came
-    with the reply, into this process: an exception or a small array, so awaiting it moves nothing.
-    """
-    if get_local_object_locations([data])[data]["node_ids"]:
-        return None
-    try:
-        await data
-    except Exception as error:
-        return error
-    return None
+def _check_lengths(block_hashes: list[bytes], block_ids: list[int]) -> None:
+    if len(block_hashes) != len(block_ids):
+        raise ValueError(f"{len(block_hashes)} hashes were given for {len(block_ids)} blocks")

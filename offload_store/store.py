@@ -250,6 +250,12 @@ class OffloadStore:
                 self._shared[block_hash] = row
         self._drop_dead(holdings.saved)
 
+    def retain(self, request_ids: Iterable[str]) -> None:
+        """Drop the pins of all requests, and forget every request but these."""
+        kept = set(request_ids)
+        for request_id in list(self._holdings):
+            self.release(request_id, forget=request_id not in kept)
+
     def drop_segment(self, segment_id: int) -> None:
         """Forget a segment whose data is gone: its blocks are misses from now on."""
         segment = self._segments.get(segment_id)

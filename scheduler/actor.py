@@ -1,9 +1,17 @@
-"""The scheduler as a Ray actor: the engine's front door.
+"""The scheduler as a Ray actor: the engine's front door, and what puts the engine together.
+
+Rules:
+- Everything that the engine is made of is in the `EngineSpec` that the actor is made with, so that
+  a restart by Ray, which runs the constructor again, builds the engine again: it takes over the
+  workers and the store that are there, and goes on with the requests of the journal.
+- Every incarnation has an epoch of its own, and makes the workers serve that: what is still under
+  way on behalf of an earlier one changes nothing any more.
+- A new engine comes up whole, or leaves nothing behind and says why.
+- An engine that ends, ends all its parts, this actor last.
 
 Ray gives each concurrency group of an asyncio actor an event loop on a thread of its own. The
 engine's loop is the default group's; the other groups only carry calls to it. So waiting polls,
-however many, can't keep a control call from starting. All that is known of Ray's errors is here:
-what means that a method failed, and what means that an actor is lost.
+however many, can't keep a control call from starting.
 """
 
 from __future__ import annotations
@@ -11,207 +19,284 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import ray
-from ray.exceptions import RayError, RayTaskError
 
+from scheduler.calls import ActorLost, Store, Timeouts, within
 from scheduler.codec import decode, encode
 from scheduler.config import SchedulerConfig
-from scheduler.errors import EngineUnavailable, HaversackError, InvalidRequest, RequestFailed
-from scheduler.loop import CLIENT_GRACE_S, ActorLost, CallFailed, SchedulerLoop
-from scheduler.messages import (
-    LoadBlocks,
-    LookupBlocks,
-    ReleaseBlocks,
-    SaveBlocks,
-    Submission,
-    WorkerInfo,
-)
+from scheduler.errors import EngineUnavailable, HaversackError, InvalidRequest, StartupFailed
+from scheduler.journal import Journal
+from scheduler.loop import SchedulerLoop
+from scheduler.messages import Submission, WorkerInfo
 from scheduler.outbox import EngineInfo, EngineStats
+from scheduler.restarts import RestartLimits
 from scheduler.state import SchedulerState
+from scheduler.supervisor import Fleet, Supervisor
 
 logger = logging.getLogger(__name__)
 
 CONCURRENCY_GROUPS = {"poll": 10_000, "control": 1_000}
-"""Calls of each group that Ray starts at once; `cluster.launch` hands them to Ray."""
+"""Calls of each group that Ray starts at once."""
 
-_STORE_STATS_TIMEOUT_S = 5.0
+_FAREWELL_S = 0.3
+"""How long nobody must have called before an ended engine's actor ends."""
+_FAILED_START_S = 10.0
+"""The same, after a start that failed: who asks is to hear why."""
+_LONGEST_FAREWELL_S = 5.0
+"""For how much longer it answers those who go on calling."""
+_STORE_TIMEOUT_S = 60.0
+_CLOSED_WATCH_S = 5.0
 
 T = TypeVar("T")
 
 
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+class EngineStore(Store, Protocol):
+    """The offload store, for the one who puts the engine together."""
 
-
-async def _call(who: str, answer: Awaitable[T]) -> T:
-    """Await a call to another actor.
-
-    Raises:
-        CallFailed: its method raised.
-        ActorLost: it is dead, can't be reached, or its answer is lost.
-    """
-    try:
-        return await answer
-    except RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, HaversackError):
-            raise CallFailed(cause) from None
-        logger.warning("%s raised: %s", who, error)
-        raise CallFailed(RequestFailed(f"{who} failed: {_last_line(error)}")) from None
-    except RayError as error:
-        raise ActorLost(f"{who}: {_last_line(error)}") from None
-
-
-class RemoteWorker:
-    """A `scheduler.loop.Worker` behind the handle of a `WorkerActor`."""
-
-    def __init__(self, worker_id: str, handle: Any) -> None:
-        self.handle = handle
-        self._name = f"worker {worker_id}"
-
-    async def execute(self, message: bytes) -> bytes:
-        answer: bytes = await _call(self._name, self.handle.execute.remote(message))
-        return answer
-
-    async def ping(self) -> None:
-        await _call(self._name, self.handle.ping.remote())
-
-    def kill(self) -> None:
-        with contextlib.suppress(Exception):
-            ray.kill(self.handle)
-
-
-class RemoteStore:
-    """A `scheduler.loop.Store` behind the handle of an `OffloadStoreActor`."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    async def lookup(self, action: LookupBlocks) -> int:
-        answer = self._handle.lookup.remote(
-            action.request_id,
-            action.block_hashes,
-            action.num_readable_tokens,
-            action.num_own_tokens,
-            action.skip_reading_prefix_cache,
-        )
-        return int(await _call("the offload store", answer))
-
-    async def load(self, action: LoadBlocks, worker: Any) -> int:
-        answer = self._handle.load.remote(
-            action.request_id, worker.handle, action.block_hashes, action.block_ids
-        )
-        return int(await _call("the offload store", answer))
-
-    async def save(self, action: SaveBlocks, worker: Any) -> tuple[int, int]:
-        answer = self._handle.save.remote(
-            action.request_id,
-            worker.handle,
-            action.block_hashes,
-            action.block_ids,
-            action.owned,
-            action.replace,
-        )
-        num_saved, num_copied = await _call("the offload store", answer)
-        return int(num_saved), int(num_copied)
-
-    async def release(self, action: ReleaseBlocks) -> None:
-        answer = self._handle.release.remote(action.request_id, action.forget)
-        await _call("the offload store", answer)
+    async def open(self) -> None:
+        """Return once it answers; what is there is used as it is."""
 
     async def stats(self) -> dict[str, int] | None:
-        """Return its counters; None where it does not answer in time."""
-        answer = _call("the offload store", self._handle.stats.remote())
-        try:
-            return dict(await asyncio.wait_for(answer, _STORE_STATS_TIMEOUT_S))
-        except (CallFailed, ActorLost, asyncio.TimeoutError):
-            return None
+        """Return its counters; None where it does not answer."""
+
+
+class EngineFleet(Fleet, Protocol):
+    """Starts and ends the actors that the engine is made of."""
+
+    def store(self, info: WorkerInfo) -> EngineStore | None:
+        """Return the engine's store, not opened yet; None where it has none."""
+
+    async def clear(self) -> None:
+        """End every part of the engine but the scheduler, and forget what was remembered."""
+
+    def end_this_scheduler(self) -> None:
+        """End this actor for good."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """All that an engine is made of; it travels to the scheduler and has to stay small."""
+
+    model: str
+    """The model's name, for clients."""
+    settings: dict[str, str | int | float | bool | None]
+    """The engine's settings, for clients."""
+    fleet: EngineFleet
+    limits: Callable[[WorkerInfo], SchedulerConfig]
+    """The core's settings for workers of this kind."""
+    num_workers: int
+    startup_timeout_s: float
+    owner_client_id: str | None = None
+    """The engine ends when this client has gone; None: it stays until it is shut down."""
+    client_grace_s: float = 60.0
+    journal_path: str | None = None
+    result_ttl_s: float = 3600.0
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    restarts: RestartLimits = field(default_factory=RestartLimits)
 
 
 class SchedulerActor:
     """The methods of `SchedulerLoop`, callable through Ray; structs travel as msgpack.
 
-    Calls wait until the engine has been started. All but `poll` and `disconnect` raise
-    `EngineUnavailable` once it is closed.
+    Calls wait until the engine is there. Where it did not come up they raise why, and once it is
+    closed all but `poll` and `disconnect` raise `EngineUnavailable`.
     """
 
-    def __init__(self, model: str, settings: dict[str, str | int | float | bool | None]) -> None:
-        """Wait for `start`.
-
-        Args:
-            model: the model's name, for clients.
-            settings: the engine's settings, for clients.
-        """
-        self._model = model
-        self._settings = settings
-        self._limits = SchedulerConfig()
-        self._store: RemoteStore | None = None
-        self._scheduler: SchedulerLoop | None = None
+    def __init__(self, spec: EngineSpec) -> None:
+        """Begin to build the engine, for the first time or again."""
+        self._spec = spec
         self._main = asyncio.get_running_loop()
-        self._started = asyncio.Event()
-        self._has_worker = asyncio.Event()
-
-    async def start(
-        self, limits: bytes, store: Any, client_grace_s: float = CLIENT_GRACE_S
-    ) -> None:
-        """Begin; called once.
-
-        Args:
-            limits: a `SchedulerConfig`.
-            store: handle of the offload store, or None.
-            client_grace_s: a client that has not polled for so long is given up.
-        """
-        self._limits = decode(limits, SchedulerConfig)
-        self._store = RemoteStore(store) if store is not None else None
-        self._scheduler = SchedulerLoop(
-            SchedulerState(self._limits), self._store, client_grace_s=client_grace_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._epoch = time.time_ns()
+        self._supervisor = Supervisor(
+            spec.fleet,
+            spec.num_workers,
+            self._epoch,
+            limits=spec.restarts,
+            patience_s=spec.startup_timeout_s,
+            on_bug=self._on_bug,
         )
-        self._started.set()
+        self._limits = SchedulerConfig()
+        self._journal: Journal | None = None
+        self._store: EngineStore | None = None
+        self._state: SchedulerState | None = None
+        self._loop: SchedulerLoop | None = None
+        self._failure: HaversackError | None = None
+        """Why the engine did not come up."""
+        self._is_built = asyncio.Event()
+        """Set when there is a loop or a failure."""
+        self._is_ending = False
+        self._num_calls = 0
+        """Those that have not been answered."""
+        self._last_call_s = 0.0
+        """When the latest one was answered (monotonic)."""
+        self._spawn(self._begin())
 
-    @ray.method(concurrency_group="control")
-    async def add_worker(self, handle: Any, info: bytes) -> None:
-        """Take in a worker that said `info`, a `WorkerInfo`, about itself."""
-        decoded = decode(info, WorkerInfo)
-        worker = RemoteWorker(decoded.worker_id, handle)
+    # ------------------------------------------------------------------------- the engine's life
 
-        async def add(scheduler: SchedulerLoop) -> None:
-            await scheduler.add_worker(worker, decoded)
-            self._has_worker.set()
+    async def _begin(self) -> None:
+        try:
+            await self._build()
+        except Exception as error:
+            logger.exception("the engine did not come up")
+            self._failure = (
+                error
+                if isinstance(error, HaversackError)
+                else StartupFailed(f"the engine can't be put together: {error!r}")
+            )
+        self._is_built.set()
+        if self._failure is not None:
+            await self._end(self._failure, _FAILED_START_S)
 
-        await self._on_main(add)
+    async def _build(self) -> None:
+        spec, supervisor = self._spec, self._supervisor
+        if spec.journal_path is not None:
+            self._journal = await asyncio.to_thread(
+                Journal, spec.journal_path, result_ttl_s=spec.result_ttl_s
+            )
+        info = await supervisor.recall()
+        if info is not None:
+            await supervisor.take_over()
+        else:
+            await spec.fleet.clear()
+            info = await self._first_start()
+        self._limits = spec.limits(info)
+        self._state = SchedulerState(self._limits)
+        self._store = spec.fleet.store(info)
+        loop = SchedulerLoop(
+            self._state,
+            self._store,
+            journal=self._journal,
+            client_grace_s=spec.client_grace_s,
+            timeouts=spec.timeouts,
+            on_worker_lost=supervisor.worker_lost,
+            on_worker_stopped=supervisor.worker_stopped,
+            on_client_gone=self._on_client_gone,
+        )
+        requests = await asyncio.to_thread(self._journal.load) if self._journal is not None else []
+        if self._store is not None:
+            await self._open_store(self._store)
+        loop.restore(requests)
+        await supervisor.serve(loop)
+        if spec.owner_client_id is not None:
+            loop.expect(spec.owner_client_id)
+        self._loop = loop
+        self._spawn(self._end_when_closed(loop))
+
+    async def _first_start(self) -> WorkerInfo:
+        """Start all workers.
+
+        Raises:
+            StartupFailed: they did not come up in time, or died.
+            HaversackError: one can't be started, and says why.
+        """
+        spec = self._spec
+        try:
+            return await asyncio.wait_for(self._supervisor.start_all(), spec.startup_timeout_s)
+        except asyncio.TimeoutError:
+            num_late = spec.num_workers - self._supervisor.num_ready()
+            raise StartupFailed(
+                f"{num_late} of {spec.num_workers} workers did not start within "
+                f"{spec.startup_timeout_s:g} s. {await spec.fleet.shortage()}"
+            ) from None
+
+    async def _open_store(self, store: EngineStore) -> None:
+        """Find or start the store; where that fails, the loop goes on trying."""
+        try:
+            await within(_STORE_TIMEOUT_S, store.open(), "the offload store")
+        except ActorLost as error:
+            logger.error("the engine has no offload store for now: %s", error)
+
+    def _on_client_gone(self, client_id: str) -> None:
+        if client_id == self._spec.owner_client_id:
+            logger.warning("the client that started the engine has gone: the engine ends")
+            reason = EngineUnavailable("the engine ended with the client that had started it")
+            self._spawn(self._end(reason, _FAREWELL_S))
+
+    def _on_bug(self, error: BaseException) -> None:
+        reason = EngineUnavailable(
+            f"the engine stopped because of a bug in it: {error!r}; start it again, and report this"
+        )
+        self._spawn(self._end(reason, self._spec.client_grace_s))
+
+    async def _end_when_closed(self, loop: SchedulerLoop) -> None:
+        """End an engine that closed because of a bug, when clients have had time to hear of it."""
+        with contextlib.suppress(HaversackError):
+            while True:
+                await asyncio.sleep(_CLOSED_WATCH_S)
+                loop.stats()  # raises once it is closed
+        await asyncio.sleep(self._spec.client_grace_s)
+        await self._end(EngineUnavailable("the engine was closed"), _FAREWELL_S)
+
+    async def _end(self, reason: HaversackError, farewell_s: float) -> None:
+        """End the engine with all its parts; this actor ends `farewell_s` later."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        if self._loop is not None:
+            self._loop.close(reason)
+        try:
+            await self._supervisor.stop()
+            if self._journal is not None:
+                await asyncio.to_thread(self._journal.close)
+            await self._spec.fleet.clear()
+        except Exception:
+            logger.exception("a part of the engine was not ended")
+        self._spawn(self._leave(farewell_s))
+
+    async def _leave(self, farewell_s: float) -> None:
+        """End this actor when nobody has called for a while, and everybody has an answer."""
+        self._last_call_s = began_s = time.monotonic()
+        while (now_s := time.monotonic()) < began_s + farewell_s + _LONGEST_FAREWELL_S:
+            if self._num_calls == 0 and now_s >= self._last_call_s + farewell_s:
+                break
+            await asyncio.sleep(farewell_s / 4)
+        self._spec.fleet.end_this_scheduler()
+
+    # ------------------------------------------------------------------------ what clients call
 
     @ray.method(concurrency_group="poll")
     async def ready(self) -> None:
-        """Return once there is a worker."""
+        """Return once the engine is there.
 
-        async def wait(scheduler: SchedulerLoop) -> None:
-            await self._has_worker.wait()
+        Raises:
+            StartupFailed, ModelNotFound, UnsupportedModel, InvalidConfig: it did not come up.
+        """
 
-        await self._on_main(wait)
+        async def nothing(loop: SchedulerLoop) -> None: ...
+
+        await self._on_main(nothing)
 
     @ray.method(concurrency_group="control")
     async def connect(self, client_id: str) -> bytes:
-        """Open an outbox for a client and return an `EngineInfo`."""
+        """Open an outbox for a client, or keep the one that is there; return an `EngineInfo`."""
 
-        async def connect(scheduler: SchedulerLoop) -> EngineInfo:
-            scheduler.connect(client_id)
-            return EngineInfo(self._model, self._settings, self._limits, scheduler.worker_infos())
+        async def connect(loop: SchedulerLoop) -> EngineInfo:
+            epoch = loop.connect(client_id)
+            return EngineInfo(
+                self._spec.model, self._spec.settings, self._limits, loop.worker_infos(), epoch
+            )
 
         return encode(await self._on_main(connect))
 
     @ray.method(concurrency_group="control")
     async def disconnect(self, client_id: str) -> None:
         """Cancel what the client has under way and forget it."""
-        await self._on_main(lambda scheduler: scheduler.disconnect(client_id))
+        await self._on_main(lambda loop: loop.disconnect(client_id))
 
     @ray.method(concurrency_group="control")
     async def submit(self, client_id: str, submissions: bytes) -> bytes:
         """Take a list of `Submission`; return for each a `WireError`, or None where it is taken.
+
+        What is live already with the same content is taken once more, and its client is told all
+        that is visible of it and all that follows. With a journal the answer comes when they are
+        written there.
 
         Raises:
             InvalidRequest: the message is no list of submissions, or the client is not connected.
@@ -220,7 +305,20 @@ class SchedulerActor:
             decoded = decode(submissions, list[Submission])
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"the message holds no valid submissions: {error}") from None
-        return encode(await self._on_main(lambda scheduler: scheduler.submit(client_id, decoded)))
+        return encode(await self._on_main(lambda loop: loop.submit(client_id, decoded)))
+
+    @ray.method(concurrency_group="control")
+    async def attach(self, client_id: str, request_id: str) -> bytes:
+        """Tell a client all that is visible of a submission, or of its result, and what follows.
+
+        Returns:
+            the `Submission`.
+
+        Raises:
+            InvalidRequest: the client is not connected.
+            UnknownRequest: no live submission and no kept result has this id.
+        """
+        return encode(await self._on_main(lambda loop: loop.attach(client_id, request_id)))
 
     @ray.method(concurrency_group="poll")
     async def poll(self, client_id: str, acked: int, timeout_s: float) -> bytes:
@@ -228,27 +326,51 @@ class SchedulerActor:
 
         A client has one poll under way; a second one sends the first home.
         """
-        return encode(
-            await self._on_main(lambda scheduler: scheduler.poll(client_id, acked, timeout_s))
-        )
+        return encode(await self._on_main(lambda loop: loop.poll(client_id, acked, timeout_s)))
 
     @ray.method(concurrency_group="control")
     async def cancel(self, request_ids: list[str]) -> None:
         """Cancel requests; unknown ids are ignored."""
-        await self._on_main(lambda scheduler: scheduler.cancel(request_ids))
+        await self._on_main(lambda loop: loop.cancel(request_ids))
 
     @ray.method(concurrency_group="control")
     async def evict(self, request_ids: list[str]) -> None:
         """Evict requests from their workers; unknown and waiting ones are ignored."""
-        await self._on_main(lambda scheduler: scheduler.evict(request_ids))
+        await self._on_main(lambda loop: loop.evict(request_ids))
+
+    @ray.method(concurrency_group="control")
+    async def migrate(self, request_id: str, worker_id: str) -> None:
+        """Move a request to a worker while it goes on.
+
+        Raises:
+            UnknownRequest, UnknownWorker, CannotMigrate: it can't be; nothing has changed.
+        """
+        await self._on_main(lambda loop: loop.migrate(request_id, worker_id))
+
+    @ray.method(concurrency_group="poll")
+    async def drain(self, worker_id: str, deadline_s: float) -> None:
+        """Move a worker's requests away, end it, and return then; nobody replaces it.
+
+        Args:
+            deadline_s: seconds from now; what is still there then is evicted.
+
+        Raises:
+            UnknownWorker: no worker has this id.
+        """
+
+        async def drain(loop: SchedulerLoop) -> None:
+            self._supervisor.expect_drain(worker_id)
+            await loop.drain(worker_id, deadline_s)
+
+        await self._on_main(drain)
 
     @ray.method(concurrency_group="control")
     async def stats(self) -> bytes:
         """Return an `EngineStats`."""
 
-        async def ask(scheduler: SchedulerLoop) -> EngineStats:
+        async def ask(loop: SchedulerLoop) -> EngineStats:
             store = await self._store.stats() if self._store is not None else None
-            return EngineStats(scheduler.stats(), store)
+            return EngineStats(loop.stats(), store, loop.journal_stats())
 
         return encode(await self._on_main(ask))
 
@@ -256,27 +378,48 @@ class SchedulerActor:
     async def requests(self) -> bytes:
         """Return a list of `RequestInfo`, in order of service."""
 
-        async def ask(scheduler: SchedulerLoop) -> bytes:
-            return encode(scheduler.request_infos())
+        async def ask(loop: SchedulerLoop) -> bytes:
+            return encode(loop.request_infos())
+
+        return await self._on_main(ask)
+
+    @ray.method(concurrency_group="control")
+    async def workers(self) -> bytes:
+        """Return a list of `WorkerReport`."""
+
+        async def ask(loop: SchedulerLoop) -> bytes:
+            return encode(loop.worker_reports())
 
         return await self._on_main(ask)
 
     @ray.method(concurrency_group="control")
     async def shutdown(self) -> None:
-        """Close the engine: nothing more is taken in, and every client is told."""
+        """End the engine: every client is told, and nothing of it is left soon after this."""
 
-        async def close(scheduler: SchedulerLoop) -> None:
-            scheduler.close(EngineUnavailable("the engine was shut down: start it again"))
+        async def end(loop: SchedulerLoop) -> None:
+            reason = EngineUnavailable("the engine was shut down: start it again")
+            await self._end(reason, _FAREWELL_S)
 
-        await self._on_main(close)
+        await self._on_main(end)
 
     async def _on_main(self, work: Callable[[SchedulerLoop], Awaitable[T]]) -> T:
         """Do `work` on the engine's loop, whichever loop this is called on."""
 
         async def run() -> T:
-            await self._started.wait()
-            if self._scheduler is None:
-                raise EngineUnavailable("the engine has not been started")
-            return await work(self._scheduler)
+            self._num_calls += 1
+            try:
+                await self._is_built.wait()
+                if self._failure is not None:
+                    raise self._failure
+                assert self._loop is not None
+                return await work(self._loop)
+            finally:
+                self._num_calls -= 1
+                self._last_call_s = time.monotonic()
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._main))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._main.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -27,6 +27,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether there is an offload store to save to and load from."""
     save_finished: bool = True
     """Whether finished requests' full blocks go to the offload store for other workers to find."""
+    save_segment_tokens: int = 0
+    """Running requests save their KV each time so many new tokens are computed, so that a lost
+    worker costs at most that much; 0 saves on eviction only."""
+    enable_migration: bool = True
+    """Whether the core moves requests between workers by itself, to even out load and blocks."""
+    enable_journal: bool = False
+    """Whether there is a journal to write to."""
+    max_queued_requests: int = 20_000
+    """Waiting requests, beyond which new ones are refused with `Overloaded`."""
+    max_queued_tokens: int = 50_000_000
+    """Tokens that waiting requests need computed, beyond which new ones are refused."""
     max_logprobs: int = -1
     """Largest k of logprobs and prompt_logprobs a request may ask for; -1 is the vocabulary."""
     max_rows_bytes: int = 4 * 2**30

@@ -8,10 +8,11 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+from scheduler.actions import AnyAction, Emit
 from scheduler.config import SchedulerConfig
 from scheduler.live import LiveRequest, StoreOp, WorkerView
-from scheduler.messages import AnyAction, Emit, SchedulerStats
-from scheduler.reports import output_delta
+from scheduler.messages import SchedulerStats
+from scheduler.reports import output_delta, whole_delta
 from scheduler.request import RequestStatus
 
 
@@ -28,16 +29,50 @@ class Core:
     actions: list[AnyAction] = field(default_factory=list)
     """What the events being handled ask for."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    expected: dict[str, int] = field(default_factory=dict)
+    """Workers that are being started -> the KV blocks that they will have."""
+    wanted_elsewhere: dict[str, LiveRequest] = field(default_factory=dict)
+    """Requests that an operator wants on another worker and that can't move yet."""
     now_s: float = 0.0
     """The latest time seen on an event."""
+    num_waiting: int = 0
+    num_queued_tokens: int = 0
+    """Known tokens of all waiting requests."""
     next_arrival: int = 0
     next_op_id: int = 0
     next_step_id: int = 0
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
     """Heap in order of service. Entries that are not WAITING any more are skipped."""
+    _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
+    """Heap of (deadline, arrival, id) of requests; those that have ended are skipped."""
+
+    def watch_deadline(self, live: LiveRequest) -> None:
+        """End the request when its deadline has passed, if it has one."""
+        request = live.request
+        if request.deadline_s is None:
+            return
+        heapq.heappush(self._deadlines, (request.deadline_s, request.arrival, live.id))
+        if len(self._deadlines) > 2 * len(self.requests) + 64:
+            self._deadlines = [e for e in self._deadlines if self._is_live(e[2], e[1])]
+            heapq.heapify(self._deadlines)
+
+    def pop_expired(self) -> LiveRequest | None:
+        """Return a live request whose deadline has passed, each one once."""
+        while self._deadlines and self._deadlines[0][0] <= self.now_s:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            if self._is_live(request_id, arrival):
+                return self.requests[request_id]
+        return None
+
+    def _is_live(self, request_id: str, arrival: int) -> bool:
+        live = self.requests.get(request_id)
+        return live is not None and live.request.arrival == arrival
 
     def queue(self, live: LiveRequest) -> None:
         """Put a WAITING request in its place among those that wait."""
+        live.num_queued_tokens = live.request.num_tokens
+        self.num_waiting += 1
+        self.num_queued_tokens += live.num_queued_tokens
         heapq.heappush(self._waiting, (live.request.rank, live))
         if len(self._waiting) > 2 * len(self.requests) + 64:
             self._waiting = [
@@ -46,6 +81,12 @@ class Core:
                 if r.status is RequestStatus.WAITING
             ]
             heapq.heapify(self._waiting)
+
+    def unqueue(self, live: LiveRequest) -> None:
+        """Take a request that waits no more out of the queue's counts."""
+        self.num_waiting -= 1
+        self.num_queued_tokens -= live.num_queued_tokens
+        live.num_queued_tokens = 0
 
     def head(self) -> LiveRequest | None:
         """Return the request that is to be admitted next."""
@@ -57,14 +98,36 @@ class Core:
         return None
 
     def emit(self, live: LiveRequest) -> None:
-        """Tell the client what became visible of a request, if anything did."""
+        """Tell the followers what became visible of a request, if anything did."""
         delta = output_delta(live)
         if delta is not None:
-            self.actions.append(Emit(client_id=live.request.client_id, delta=delta))
+            self.actions += [Emit(client_id=client_id, delta=delta) for client_id in live.followers]
 
-    def open_op(self, worker: WorkerView, live: LiveRequest | None, num_blocks: int) -> StoreOp:
-        """Start to wait for the store on behalf of a request, or of nobody."""
-        op = StoreOp(self.next_op_id, worker, live, num_blocks=num_blocks)
+    def replay(self, live: LiveRequest, client_id: str) -> None:
+        """Make a client a follower, and tell it all that is visible so far."""
+        if client_id not in live.followers:
+            live.followers.append(client_id)
+        if live.is_prompt_emitted:
+            self.actions.append(Emit(client_id=client_id, delta=whole_delta(live.request)))
+
+    def open_op(
+        self,
+        worker: WorkerView,
+        live: LiveRequest | None,
+        num_blocks: int,
+        *,
+        first_block: int = 0,
+        beneficiary: LiveRequest | None = None,
+    ) -> StoreOp:
+        """Start to wait for an operation on behalf of a request that waits too, or of none."""
+        op = StoreOp(
+            self.next_op_id,
+            worker,
+            live,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            beneficiary=beneficiary,
+        )
         self.next_op_id += 1
         self.ops[op.op_id] = op
         if live is not None:

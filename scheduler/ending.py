@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from scheduler.actions import RecordFinished, ReleaseBlocks
 from scheduler.core import Core
-from scheduler.errors import HaversackError
+from scheduler.errors import DeadlineExceeded, HaversackError
 from scheduler.live import LiveRequest
-from scheduler.messages import ReleaseBlocks
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.residency import leave_worker, save_finished
 
@@ -25,18 +25,32 @@ def finish(
     request = live.request
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
         save_finished(core, live)
+    if live.status is RequestStatus.WAITING:
+        core.unqueue(live)
     live.move_to(RequestStatus.FINISHED, core.now_s, reason.value)
     request.finish_reason = reason
     request.stop_reason = stop_reason
     request.error = error.to_wire() if error is not None else None
     leave_worker(core, live)
     del core.requests[live.id]
+    core.wanted_elsewhere.pop(live.id, None)
     family = core.families[request.parent_id]
     family.remove(live.id)
     if not family:
         del core.families[request.parent_id]
     if core.config.enable_offload:
         core.actions.append(ReleaseBlocks(request_id=live.id, forget=True))
+    if core.config.enable_journal:
+        core.actions.append(
+            RecordFinished(
+                request_id=live.id,
+                parent_id=request.parent_id,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+                error=request.error,
+                stats=request.stats,
+            )
+        )
     if reason is FinishReason.ERROR:
         core.stats.num_failed += 1
     elif reason is FinishReason.ABORT:
@@ -44,3 +58,15 @@ def finish(
     else:
         core.stats.num_finished += 1
     core.emit(live)
+
+
+def expire(core: Core, live: LiveRequest) -> None:
+    """End a request whose deadline has passed."""
+    core.stats.num_expired += 1
+    error = DeadlineExceeded(
+        "it was not done within its timeout_s; "
+        f"{live.request.num_computed_tokens} of {live.request.num_tokens} tokens were computed: "
+        "give a longer timeout_s, or send less at once",
+        num_computed_tokens=live.request.num_computed_tokens,
+    )
+    finish(core, live, FinishReason.ERROR, error=error)

@@ -58,8 +58,28 @@ class DuplicateRequest(InvalidRequest):
     """A live request already has this id; the first one is not touched."""
 
 
+class UnknownRequest(InvalidRequest):
+    """No live request and no kept result has this id."""
+
+
+class UnknownWorker(InvalidRequest):
+    """The engine has no worker of this name."""
+
+
+class CannotMigrate(InvalidRequest):
+    """The request can't be moved there now; it goes on where it is."""
+
+
+class Overloaded(HaversackError):
+    """The queue is full; `details["retry_after_s"]` says when to try again."""
+
+
 class RequestFailed(HaversackError):
     """The engine accepted the request but could not compute it; other requests are unharmed."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """The request was not done within its `timeout_s`."""
 
 
 class NumericalError(RequestFailed):
@@ -84,6 +104,13 @@ class StartupFailed(HaversackError):
 
 class EngineUnavailable(HaversackError):
     """No engine is running, it has shut down, or no worker is left to compute."""
+
+
+class StaleEpoch(HaversackError):
+    """A worker serves a newer scheduler than the one that this call is for; it did nothing.
+
+    `details` has the call's `epoch` and the worker's, `current_epoch` (None: not reset yet).
+    """
 
 
 class InvalidTransition(HaversackError):

@@ -24,6 +24,19 @@ def check_invariants(core: Core) -> None:
     for op in core.ops.values():
         _require(core.workers.get(op.worker.id) is op.worker, f"op {op.op_id}: its worker is gone")
         _require(op.live is None or op.live.op_id == op.op_id, f"op {op.op_id}: not its request's")
+        for_whom = op.beneficiary
+        _require(
+            for_whom is None
+            or for_whom.save_op_id == op.op_id
+            or (for_whom.migration is not None and for_whom.migration.op_id == op.op_id),
+            f"op {op.op_id}: unknown to whom it is for",
+        )
+    waiting = [r for r in core.requests.values() if r.status is RequestStatus.WAITING]
+    _require(core.num_waiting == len(waiting), "the queue's length is miscounted")
+    _require(
+        core.num_queued_tokens == sum(r.request.num_tokens for r in waiting),
+        "the queue's tokens are miscounted",
+    )
     listed = sorted(name for family in core.families.values() for name in family)
     _require(listed == sorted(core.requests), "families and requests disagree")
 
@@ -37,6 +50,16 @@ def _check_place(core: Core, live: LiveRequest) -> None:
         f"{name}: a store operation exactly while loading or saving",
     )
     _require(live.op_id is None or live.op_id in core.ops, f"{name}: waits for a closed operation")
+    if live.migration is not None:
+        target = live.migration.target
+        _require(status is RequestStatus.RUNNING, f"{name}: moves without running")
+        _require(core.workers.get(target.id) is target, f"{name}: moves to a lost worker")
+        _require(target.incoming.get(live.id) is live, f"{name}: moves unknown to its target")
+        _require(target is not live.worker, f"{name}: moves to where it is")
+        is_last = live.migration.paused_s is not None and live.migration.op_id is not None
+        _require(not (is_last and live.in_flight), f"{name}: computes while its last blocks move")
+    for op_id in (live.save_op_id, live.migration.op_id if live.migration else None):
+        _require(op_id is None or op_id in core.ops, f"{name}: counts on a closed operation")
     if status is RequestStatus.WAITING:
         _require(not live.block_ids and not live.num_kv_tokens, f"{name}: holds blocks")
         _require(not live.is_evict_wanted, f"{name}: waits for an eviction")
@@ -54,7 +77,13 @@ def _check_worker(core: Core, worker: WorkerView) -> None:
     holds: list[int] = []
     for live in worker.residents.values():
         _require(core.requests.get(live.id) is live, f"{worker.id}: holds a request that ended")
+        _require(live.worker is worker, f"{worker.id}: holds {live.id!r}, which is elsewhere")
         holds += live.block_ids
+    for live in worker.incoming.values():
+        _require(core.requests.get(live.id) is live, f"{worker.id}: expects a request that ended")
+        if live.migration is None or live.migration.target is not worker:
+            raise InvariantViolation(f"{worker.id}: expects {live.id!r}, which does not come")
+        holds += live.migration.block_ids
     for op in core.ops.values():
         if op.worker is worker:
             holds += op.held_block_ids
@@ -62,8 +91,10 @@ def _check_worker(core: Core, worker: WorkerView) -> None:
         holds += flight.orphaned_block_ids
     worker.pool.validate(holds)
     _require(worker.step_id is not None or not worker.in_flight, f"{worker.id}: idle with chunks")
-    active = sum(1 for r in worker.residents.values() if r.status is not RequestStatus.SAVING)
-    _require(active <= core.config.max_num_seqs, f"{worker.id}: more than max_num_seqs requests")
+    _require(
+        worker.num_seats_taken <= core.config.max_num_seqs,
+        f"{worker.id}: more than max_num_seqs requests",
+    )
 
 
 def _require(holds: bool, what: str) -> None:

@@ -48,8 +48,27 @@ class LiveRequest:
     """Whether its progress has grown since it came to this worker."""
     is_evict_wanted: bool = False
     """Evict as soon as a chunk has brought progress, or the one under way has."""
-    runs_alone: bool = False
-    """Its last batch failed as a whole: until a chunk succeeds it gets a batch to itself."""
+    batch_limit: int | None = None
+    """Its last batch failed as a whole: until it gets further than before it shares a batch with
+    other suspects only, so many at most; None where it is under no suspicion."""
+    num_lone_deaths: int = 0
+    """Workers in a row that died while they computed nothing but this request."""
+    num_saved_blocks: int = 0
+    """Leading blocks that the offload store is known to keep for it."""
+    num_tried_blocks: int = 0
+    """Leading blocks that were there when the latest save from this worker began."""
+    save_op_id: int | None = None
+    """A save that goes on while it runs."""
+    migration: Migration | None = None
+    """Its move to another worker, while that is under way."""
+    num_failed_copies: int = 0
+    """Copies of its blocks from this worker to others that have failed."""
+    migrate_to: str | None = None
+    """The worker that an operator wants it on, once it has a place anywhere."""
+    num_queued_tokens: int = 0
+    """What it adds to the queue's length while it waits."""
+    followers: list[str] = field(default_factory=list)
+    """Clients to tell about it."""
     num_emitted_tokens: int = 0
     is_prompt_emitted: bool = False
     _story: deque[str] = field(default_factory=lambda: deque(maxlen=_STORY_LENGTH))
@@ -79,13 +98,34 @@ class LiveRequest:
             InvalidTransition: with the story so far.
         """
         change_status(self.request, status, self._story)
+        self.tell(time_s, why)
+
+    def tell(self, time_s: float, what: str) -> None:
+        """Add to the story something that changed no status."""
         place = f" on {self.worker.id}" if self.worker else ""
-        self._story.append(f"{time_s:.3f}s {status.value}{place} ({why})")
+        self._story.append(f"{time_s:.3f}s {self.status.value}{place} ({what})")
 
     def block_hashes(self, num_blocks: int) -> list[bytes]:
         """Return the hashes of the first `num_blocks` blocks, all full of known tokens."""
         num_tokens = num_blocks * self.block_size
         return list(self.hashes.hashes(num_tokens, self.request.token_ids))
+
+
+@dataclass(slots=True, eq=False)
+class Migration:
+    """A move to another worker: blocks are copied there while the request goes on here."""
+
+    target: WorkerView
+    block_ids: list[int]
+    """Its block table there, held for it."""
+    reason: str
+    num_copied_blocks: int = 0
+    """Leading blocks that are there, full and complete."""
+    num_rounds: int = 0
+    op_id: int | None = None
+    """The copy under way."""
+    paused_s: float | None = None
+    """When it stopped computing for the last copy; None before that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +152,11 @@ class WorkerView:
     """Requests that left since the last step, to be told with the next one."""
     told_released_ids: list[str] = field(default_factory=list)
     """Those told with the step under way: told again if it fails."""
+    incoming: dict[str, LiveRequest] = field(default_factory=dict)
+    """Requests that are moving here; their places are kept for them."""
+    drain_deadline_s: float | None = None
+    """When it has to be empty; None where it may take requests."""
+    drain_started_s: float = 0.0
 
     @property
     def id(self) -> str:
@@ -120,6 +165,16 @@ class WorkerView:
     @property
     def is_idle(self) -> bool:
         return self.step_id is None
+
+    @property
+    def is_draining(self) -> bool:
+        return self.drain_deadline_s is not None
+
+    @property
+    def num_seats_taken(self) -> int:
+        """Requests that compute here, will, or are on their way."""
+        staying = sum(1 for r in self.residents.values() if r.status is not RequestStatus.SAVING)
+        return staying + len(self.incoming)
 
     def active(self) -> list[LiveRequest]:
         """Return the residents that compute or will, in order of service."""
@@ -131,19 +186,24 @@ class WorkerView:
         return sum(
             len(r.block_ids)
             for r in self.residents.values()
-            if r.status is RequestStatus.SAVING or r.is_evict_wanted
+            if r.status is RequestStatus.SAVING or r.is_evict_wanted or r.migration
         )
 
 
 @dataclass(slots=True, eq=False)
 class StoreOp:
-    """A lookup, load or save that the store has not answered yet."""
+    """A lookup, load, save or copy that has not been answered yet."""
 
     op_id: int
     worker: WorkerView
+    """Whose blocks it uses; of a copy, the target."""
     live: LiveRequest | None
     """Who waits for it; None once that request has left."""
     held_block_ids: list[int] = field(default_factory=list)
-    """Blocks that only this operation holds; freed when it is over."""
+    """Blocks of the worker that only this operation holds; freed when it is over."""
+    first_block: int = 0
+    """Index of the first block asked for in the request's table."""
     num_blocks: int = 0
     """Blocks asked for."""
+    beneficiary: LiveRequest | None = None
+    """Whose save or copy it is while that request goes on computing."""

@@ -2,68 +2,88 @@
 
 Rules:
 - A `SchedulerLoop` and the core inside it are used on one asyncio loop only.
-- `SchedulerState.handle` is called from one place. Events that arrive in one turn of the loop go in
-  together, and actions are performed after it has returned, never inside.
-- Every action that has an outcome brings exactly one event, also where an actor is dead.
+- `SchedulerState.handle` is called from one place, `scheduler.inbox`.
+- Every action that has an outcome brings exactly one event, also where an actor is dead or hangs.
 - A fault in the core or in here is a bug of the engine, never of a request: it closes the engine,
   and every client is told, rather than leaving anybody waiting.
-The module decides nothing, and knows no Ray: workers and store are behind the two protocols, which
-`scheduler.actor` fulfils.
+- The records of a turn go to the journal together, so that a crash leaves whole turns.
+The module decides nothing, and knows no Ray: workers, store and journal are behind the protocols of
+`scheduler.calls`. How each of them is dealt with is in `worker_calls`, `store_calls` and
+`journal_calls`, how clients are in `clients` and `intake`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
-import time
 import traceback
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
-from scheduler.codec import decode, encode
+from scheduler.actions import (
+    AnyAction,
+    CopyBlocks,
+    Emit,
+    LoadBlocks,
+    LookupBlocks,
+    Record,
+    RecordFinished,
+    RecordProgress,
+    RecordSubmitted,
+    ReleaseBlocks,
+    RunBatch,
+    SaveBlocks,
+    StopWorker,
+)
+from scheduler.calls import ActorLost, CallFailed, Journal, Store, Timeouts, Worker
+from scheduler.clients import Clients
 from scheduler.errors import (
     EngineUnavailable,
     HaversackError,
-    InvalidConfig,
-    InvalidRequest,
-    RequestFailed,
+    InvariantViolation,
     WireError,
     from_wire,
 )
-from scheduler.messages import (
-    AnyAction,
+from scheduler.events import (
     AnyEvent,
-    BatchDone,
-    BatchFailed,
-    Emit,
+    ClientGone,
+    DrainRequested,
     EvictRequested,
-    LoadBlocks,
-    LoadDone,
-    LoadFailed,
-    LookupBlocks,
-    LookupDone,
-    ModelRunnerOutput,
-    Refuse,
-    ReleaseBlocks,
+    MigrateRequested,
     RequestCancelled,
+    RequestRestored,
+    Tick,
+    WorkerJoined,
+)
+from scheduler.inbox import Inbox
+from scheduler.intake import Intake
+from scheduler.journal_calls import JournalCalls
+from scheduler.lifetime import Clock, Lifetime, first_of, unix_clock
+from scheduler.messages import (
     RequestInfo,
-    RequestSubmitted,
-    RunBatch,
-    SaveBlocks,
-    SaveDone,
-    SaveFailed,
     SchedulerStats,
     Submission,
     WorkerInfo,
-    WorkerJoined,
-    WorkerLost,
+    WorkerReport,
 )
-from scheduler.outbox import Outbox, PollAnswer
+from scheduler.outbox import PollAnswer
+from scheduler.request import Request
 from scheduler.state import SchedulerState
+from scheduler.store_calls import StoreCalls
+from scheduler.worker_calls import OnLost, OnStopped, WorkerCalls
+
+__all__ = [
+    "CLIENT_GRACE_S",
+    "ActorLost",
+    "CallFailed",
+    "Journal",
+    "SchedulerLoop",
+    "Store",
+    "Timeouts",
+    "Worker",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -71,140 +91,182 @@ CLIENT_GRACE_S = 60.0
 WATCH_INTERVAL_S = 5.0
 
 
-class CallFailed(Exception):
-    """An actor's method raised; the actor lives. `error` is what clients may be told."""
-
-    def __init__(self, error: HaversackError) -> None:
-        super().__init__(error.message)
-        self.error = error
-
-
-class ActorLost(Exception):
-    """An actor died or can't be reached: it may or may not have done what it was asked."""
-
-
-class Worker(Protocol):
-    """A worker. Its calls raise `CallFailed` or `ActorLost`."""
-
-    async def execute(self, message: bytes) -> bytes:
-        """Run a `SchedulerOutput` and return a `ModelRunnerOutput`."""
-
-    async def ping(self) -> None: ...
-
-    def kill(self) -> None:
-        """End it, if it is still there."""
-
-
-class Store(Protocol):
-    """The offload store. Its calls raise `CallFailed` or `ActorLost`."""
-
-    async def lookup(self, action: LookupBlocks) -> int:
-        """Return how many leading tokens it can supply."""
-
-    async def load(self, action: LoadBlocks, worker: Worker) -> int:
-        """Return how many leading blocks were written."""
-
-    async def save(self, action: SaveBlocks, worker: Worker) -> tuple[int, int]:
-        """Return how many leading blocks it holds, and how many were copied."""
-
-    async def release(self, action: ReleaseBlocks) -> None: ...
-
-
 class SchedulerLoop:
-    """The core, the handles of those who act for it, and the clients' outboxes."""
+    """The core, those who act for it, and those who wait for it."""
 
     def __init__(
         self,
         state: SchedulerState,
         store: Store | None = None,
         *,
+        journal: Journal | None = None,
+        clock: Clock | None = None,
         client_grace_s: float = CLIENT_GRACE_S,
         watch_interval_s: float | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 (frozen)
+        on_worker_lost: OnLost | None = None,
+        on_worker_stopped: OnStopped | None = None,
+        on_client_gone: Callable[[str], None] | None = None,
     ) -> None:
         """Start on the running event loop.
 
         Args:
             store: the offload store; None where there is none.
+            journal: where requests survive this process; None where they don't.
+            clock: the time of events; None is one that starts right and never jumps.
             client_grace_s: a client that has not polled for so long is given up.
-            watch_interval_s: how often workers are pinged and clients looked at; None is
-                `WATCH_INTERVAL_S`, or less where the grace is short.
+            watch_interval_s: how often workers are pinged, clients looked at and the core is told
+                that time has passed; None is `WATCH_INTERVAL_S`, or less where the grace is short.
+            timeouts: when an actor that does not answer counts as lost.
+            on_worker_lost: called with a lost worker's id and the reason; returns events that the
+                core has to know before the loss, such as what will replace the worker.
+            on_worker_stopped: called with the id of a drained worker that has been ended.
+            on_client_gone: called with the id of a client that left or was given up.
         """
         self._state = state
-        self._store = store
-        self._grace_s = client_grace_s
-        self._workers: dict[str, Worker] = {}
-        self._worker_infos: dict[str, WorkerInfo] = {}
-        self._pinged: set[str] = set()
-        self._outboxes: dict[str, Outbox] = {}
-        self._polls: dict[str, asyncio.Future[None]] = {}
-        self._inbox: list[AnyEvent] = []
-        self._handled: asyncio.Future[None] | None = None
-        """Done when what is in the inbox now has been handled; None while the inbox is empty."""
-        self._refused: dict[int, WireError] = {}
-        self._tickets = itertools.count(1)
-        self._closed: WireError | None = None
-        self._store_turns: dict[str, asyncio.Future[None]] = {}
-        """The latest call to the store about a request; done when it is answered."""
+        self._clock = clock if clock is not None else unix_clock()
+        self._on_client_gone = on_client_gone
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._records: list[Record] = []
+        """What the core has for the journal in this turn."""
+        self._lifetime = lifetime = Lifetime()
+        self._inbox = Inbox(
+            state, self._clock, lifetime, self._perform, self._end_turn, on_bug=self._fail
+        )
+        self._clients = Clients(lifetime, client_grace_s)
+        self._workers = WorkerCalls(
+            self.post, self._spawn, timeouts, lifetime, on_worker_lost, on_worker_stopped
+        )
+        self._store = StoreCalls(store, self._workers, self.post, self._spawn, timeouts, lifetime)
+        self._journal = (
+            JournalCalls(journal, lifetime, self._inbox.catch_up) if journal is not None else None
+        )
+        self._intake = Intake(state, self._inbox, self._clients, self._journal, lifetime)
         if watch_interval_s is None:
             watch_interval_s = min(WATCH_INTERVAL_S, client_grace_s / 2)
         self._spawn(self._watch(watch_interval_s))
 
     # ------------------------------------------------------------------------ what clients ask
 
-    def connect(self, client_id: str) -> None:
-        """Open an outbox, or keep the one that is there."""
-        self._check_open()
-        self._outboxes.setdefault(client_id, Outbox(time.monotonic()))
+    def connect(self, client_id: str) -> int:
+        """Open an outbox, or keep the one that is there; return its epoch."""
+        self._lifetime.check()
+        return self._clients.connect(client_id)
 
     async def disconnect(self, client_id: str) -> None:
-        """Cancel what the client still has under way and forget it."""
-        if self._outboxes.pop(client_id, None) is None:
+        """Forget a client; what nobody else follows and is not detached is cancelled."""
+        if not self._clients.forget(client_id):
             return
-        self._wake(client_id)
-        now_s = time.monotonic()
-        mine = [i for i in self._state.request_infos(now_s) if i.client_id == client_id]
-        await self.handle(*(RequestCancelled(info.request_id, time_s=now_s) for info in mine))
+        await self.handle(ClientGone(client_id))
+        if self._on_client_gone is not None:
+            try:
+                self._on_client_gone(client_id)
+            except Exception as error:
+                self._fail(error)
 
     async def submit(self, client_id: str, submissions: list[Submission]) -> list[WireError | None]:
-        """Return for each submission why it was refused, or None."""
-        self._check_open()
-        if client_id not in self._outboxes:
-            raise InvalidRequest(f"no client {client_id!r} is connected: connect first")
-        now_s = time.monotonic()
-        events = [
-            RequestSubmitted(submission, client_id, next(self._tickets), time_s=now_s)
-            for submission in submissions
-        ]
-        await self.handle(*events)
-        refusals = [self._refused.pop(event.ticket, None) for event in events]
-        self._check_open()
-        return refusals
+        """Return for each submission why it was refused, or None.
+
+        What is live under its id with the same content is not computed twice: the client is told
+        all of it from the start. So is what has ended, if the journal keeps how.
+
+        Raises:
+            InvalidRequest: the client is not connected.
+            EngineUnavailable: the engine is closed.
+        """
+        return await self._intake.submit(client_id, submissions)
+
+    async def attach(self, client_id: str, request_id: str) -> Submission:
+        """Tell a client all of a submission from the start, live or ended; return what it was.
+
+        Raises:
+            InvalidRequest: the client is not connected.
+            UnknownRequest: there is no such request, and the journal keeps no such result.
+            EngineUnavailable: the engine is closed.
+        """
+        return await self._intake.attach(client_id, request_id)
 
     async def poll(self, client_id: str, acked: int, timeout_s: float) -> PollAnswer:
         """Return deltas numbered above `acked`; wait for one at most `timeout_s`."""
-        outbox = self._outboxes.get(client_id)
-        if outbox is None:
-            return PollAnswer(closed=self._closed, is_forgotten=self._closed is None)
-        outbox.acknowledge(acked)
-        outbox.last_seen_s = time.monotonic()
-        self._wake(client_id)
-        if not outbox and self._closed is None:
-            arrival = self._polls[client_id] = self._loop.create_future()
-            await asyncio.wait([arrival], timeout=timeout_s)
-            if self._polls.get(client_id) is arrival:
-                del self._polls[client_id]
-            outbox.last_seen_s = time.monotonic()
-        return PollAnswer(outbox.ready(), self._closed)
+        return await self._clients.poll(client_id, acked, timeout_s)
 
     async def cancel(self, request_ids: list[str]) -> None:
-        now_s = time.monotonic()
-        await self.handle(*(RequestCancelled(r, time_s=now_s) for r in request_ids))
+        await self.handle(*(RequestCancelled(request_id) for request_id in request_ids))
+
+    # ---------------------------------------------------------------------- what operators ask
 
     async def evict(self, request_ids: list[str]) -> None:
-        now_s = time.monotonic()
-        await self.handle(*(EvictRequested(r, time_s=now_s) for r in request_ids))
+        await self.handle(*(EvictRequested(request_id) for request_id in request_ids))
+
+    async def migrate(self, request_id: str, worker_id: str) -> None:
+        """Begin to move a request to a worker.
+
+        Raises:
+            UnknownRequest, UnknownWorker, CannotMigrate: as the core says; nothing has changed.
+            EngineUnavailable: the engine is closed.
+        """
+        self._lifetime.check()
+        [refusal] = await self._inbox.ask(MigrateRequested(request_id, worker_id))
+        if refusal is not None:
+            raise from_wire(refusal)
+
+    async def drain(self, worker_id: str, deadline_s: float) -> None:
+        """Have a worker emptied and ended; return when it has ended, whoever asked for it.
+
+        Args:
+            deadline_s: seconds from now after which what is still there is evicted.
+
+        Raises:
+            UnknownWorker: there is none of this name.
+            EngineUnavailable: the engine is closed.
+        """
+        self._lifetime.check()
+        ended = self._workers.get(worker_id).ended
+        [refusal] = await self._inbox.ask(DrainRequested(worker_id, self._clock() + deadline_s))
+        if refusal is not None and not ended.done():
+            raise from_wire(refusal)
+        await self._lifetime.until(ended)
+
+    def worker_infos(self) -> list[WorkerInfo]:
+        """Return the workers that have joined and not ended."""
+        return self._workers.infos()
+
+    def worker_reports(self) -> list[WorkerReport]:
+        self._lifetime.check()
+        return self._state.worker_reports()
+
+    def stats(self) -> SchedulerStats:
+        self._lifetime.check()
+        return self._state.stats()
+
+    def journal_stats(self) -> dict[str, Any] | None:
+        """Return what the journal says of itself; None where there is none."""
+        if self._journal is None:
+            return None
+        said: dict[str, Any] = msgspec.to_builtins(self._journal.stats())
+        return said
+
+    def request_infos(self) -> list[RequestInfo]:
+        self._lifetime.check()
+        return self._state.request_infos(self._clock())
+
+    # ------------------------------------------------------------------------- what the host asks
+
+    def expect(self, client_id: str) -> None:
+        """Give a client the grace to connect, after which it counts as gone."""
+        self._clients.expect(client_id)
+
+    def restore(self, requests: list[Request]) -> None:
+        """Go on with the live requests of an earlier scheduler; called before anything else.
+
+        Their clients have the grace to come back. The offload store forgets every other request.
+        """
+        for request in requests:
+            if request.client_id:
+                self._clients.expect(request.client_id)
+        self._store.retain([request.request_id for request in requests])
+        self.post(*(RequestRestored(request) for request in requests))
 
     async def add_worker(self, worker: Worker, info: WorkerInfo) -> None:
         """Take in a worker.
@@ -212,191 +274,50 @@ class SchedulerLoop:
         Raises:
             InvalidConfig: its name is taken, or its KV blocks are not interchangeable with the
                 others'.
+            EngineUnavailable: the engine is closed.
         """
-        self._check_open()
-        if info.worker_id in self._worker_infos:
-            raise InvalidConfig(f"a worker is called {info.worker_id!r} already")
-        for other in self._worker_infos.values():
-            if (other.model_fingerprint, other.block_size) != (
-                info.model_fingerprint,
-                info.block_size,
-            ):
-                raise InvalidConfig(
-                    f"worker {info.worker_id} computes {info.model_fingerprint} in blocks of "
-                    f"{info.block_size} tokens, {other.worker_id} {other.model_fingerprint} in "
-                    f"blocks of {other.block_size}: workers of one engine must be alike"
-                )
-        self._workers[info.worker_id] = worker
-        self._worker_infos[info.worker_id] = info
-        await self.handle(WorkerJoined(info, time_s=time.monotonic()))
-        self._check_open()
-
-    def worker_infos(self) -> list[WorkerInfo]:
-        """Return the workers that are not lost."""
-        return list(self._worker_infos.values())
-
-    def stats(self) -> SchedulerStats:
-        self._check_open()
-        return self._state.stats()
-
-    def request_infos(self) -> list[RequestInfo]:
-        self._check_open()
-        return self._state.request_infos(time.monotonic())
+        self._lifetime.check()
+        self._workers.add(worker, info)
+        await self.handle(WorkerJoined(info))
+        self._lifetime.check()
 
     def close(self, reason: HaversackError) -> None:
-        """Take nothing more in and tell every client why; the first reason stays."""
-        if self._closed is None:
-            self._closed = reason.to_wire()
-            for client_id in list(self._polls):
-                self._wake(client_id)
-
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise from_wire(self._closed)
-
-    def _wake(self, client_id: str) -> None:
-        arrival = self._polls.pop(client_id, None)
-        if arrival is not None and not arrival.done():
-            arrival.set_result(None)
+        """Take nothing more in and tell everybody who waits why; the first reason stays."""
+        self._lifetime.end(reason)
 
     # --------------------------------------------------------------------- events and actions
 
+    def post(self, *events: AnyEvent) -> None:
+        """Give events to the core in the loop's next turn, with the time as it is now."""
+        self._inbox.post(*events)
+
     async def handle(self, *events: AnyEvent) -> None:
         """Give events to the core and return when it has handled them."""
-        if events and self._closed is None:
-            self._post(*events)
-            if self._handled is not None:
-                await asyncio.shield(self._handled)
-
-    def _post(self, *events: AnyEvent) -> None:
-        self._inbox.extend(events)
-        if self._handled is None:
-            self._handled = self._loop.create_future()
-            self._loop.call_soon(self._handle_inbox)
-
-    def _handle_inbox(self) -> None:
-        events, self._inbox = self._inbox, []
-        handled, self._handled = self._handled, None
-        try:
-            if self._closed is None:
-                for action in self._state.handle(*events):
-                    self._perform(action)
-        except Exception as error:
-            self._fail(error)
-        finally:
-            if handled is not None and not handled.done():
-                handled.set_result(None)
+        await self._inbox.handle(*events)
 
     def _perform(self, action: AnyAction) -> None:
         match action:
             case RunBatch():
-                self._spawn(self._run_batch(action, self._workers[action.worker_id]))
+                self._workers.run_batch(action)
             case Emit(client_id=client_id, delta=delta):
-                outbox = self._outboxes.get(client_id)
-                if outbox is not None:
-                    outbox.put(delta)
-                    self._wake(client_id)
-            case Refuse(ticket=ticket, error=error):
-                self._refused[ticket] = error
-            case LookupBlocks():
-                self._spawn(self._lookup(action))
-            case LoadBlocks():
-                self._spawn(self._load(action, self._workers[action.worker_id]))
-            case SaveBlocks():
-                self._spawn(self._save(action, self._workers[action.worker_id]))
-            case ReleaseBlocks():
-                self._spawn(self._release(action))
+                self._clients.deliver(client_id, delta)
+            case LookupBlocks() | LoadBlocks() | SaveBlocks() | ReleaseBlocks():
+                self._store.perform(action)
+            case CopyBlocks():
+                self._workers.copy_blocks(action)
+            case StopWorker(worker_id=worker_id):
+                self._workers.stop(worker_id)
+            case RecordSubmitted() | RecordProgress() | RecordFinished():
+                self._records.append(action)
 
-    async def _run_batch(self, action: RunBatch, worker: Worker) -> None:
-        worker_id, step_id = action.worker_id, action.output.step_id
-        try:
-            answer = await worker.execute(encode(action.output))
-            event: AnyEvent = BatchDone(
-                worker_id, decode(answer, ModelRunnerOutput), time_s=time.monotonic()
-            )
-        except ActorLost as error:
-            self._lose(worker_id, error)
-            return
-        except (CallFailed, msgspec.MsgspecError) as error:
-            logger.warning("step %d of worker %s failed: %s", step_id, worker_id, error)
-            failure = (
-                error.error
-                if isinstance(error, CallFailed)
-                else RequestFailed(f"worker {worker_id} gave an answer that can't be read: {error}")
-            )
-            event = BatchFailed(worker_id, step_id, failure.to_wire(), time_s=time.monotonic())
-        if worker_id in self._workers:
-            self._post(event)
-
-    async def _lookup(self, action: LookupBlocks) -> None:
-        num_hit_tokens = 0
-        try:
-            async with self._store_turn(action.request_id) as store:
-                num_hit_tokens = await store.lookup(action)
-        except (CallFailed, ActorLost) as error:
-            logger.warning("lookup for %s failed: %s", action.request_id, error)
-        self._post(LookupDone(action.op_id, num_hit_tokens, time_s=time.monotonic()))
-
-    async def _load(self, action: LoadBlocks, worker: Worker) -> None:
-        event: AnyEvent
-        try:
-            async with self._store_turn(action.request_id) as store:
-                num_loaded = await store.load(action, worker)
-            event = LoadDone(action.op_id, num_loaded, time_s=time.monotonic())
-        except (CallFailed, ActorLost) as error:
-            logger.warning("load for %s failed: %s", action.request_id, error)
-            event = LoadFailed(action.op_id, str(error), time_s=time.monotonic())
-        self._post(event)
-
-    async def _save(self, action: SaveBlocks, worker: Worker) -> None:
-        event: AnyEvent
-        try:
-            async with self._store_turn(action.request_id) as store:
-                num_saved, num_copied = await store.save(action, worker)
-            event = SaveDone(action.op_id, num_saved, num_copied, time_s=time.monotonic())
-        except (CallFailed, ActorLost) as error:
-            logger.warning("save of %s failed: %s", action.request_id, error)
-            event = SaveFailed(action.op_id, str(error), time_s=time.monotonic())
-        self._post(event)
-
-    async def _release(self, action: ReleaseBlocks) -> None:
-        try:
-            async with self._store_turn(action.request_id) as store:
-                await store.release(action)
-        except (CallFailed, ActorLost) as error:
-            logger.warning("release of %s failed: %s", action.request_id, error)
-
-    @contextlib.asynccontextmanager
-    async def _store_turn(self, request_id: str) -> AsyncIterator[Store]:
-        """Wait until the store has answered every earlier call about the request.
-
-        Calls under way may overtake each other on their way to an actor. A release that overtook
-        the save before it would leave blocks that nobody ever gives back.
-        """
-        if self._store is None:
-            raise ActorLost("this engine has no offload store")
-        earlier = self._store_turns.get(request_id)
-        mine = self._store_turns[request_id] = self._loop.create_future()
-        try:
-            if earlier is not None:
-                await earlier
-            yield self._store
-        finally:
-            mine.set_result(None)
-            if self._store_turns.get(request_id) is mine:
-                del self._store_turns[request_id]
+    def _end_turn(self) -> None:
+        records, self._records = self._records, []
+        if records:
+            if self._journal is None:
+                raise InvariantViolation("the core writes to a journal, and there is none")
+            self._journal.append(records)
 
     # ------------------------------------------------------------------------------ what fails
-
-    def _lose(self, worker_id: str, error: ActorLost) -> None:
-        """Report a worker lost, once, and make sure that it is."""
-        worker = self._workers.pop(worker_id, None)
-        if worker is None:
-            return
-        del self._worker_infos[worker_id]
-        logger.warning("worker %s is lost: %s", worker_id, error)
-        worker.kill()
-        self._post(WorkerLost(worker_id, str(error), time_s=time.monotonic()))
 
     def _fail(self, error: BaseException) -> None:
         story = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -419,25 +340,13 @@ class SchedulerLoop:
             self._fail(error)
 
     async def _watch(self, interval_s: float) -> None:
-        """Find workers that died while idle and clients that have gone."""
-        while self._closed is None:
-            await asyncio.sleep(interval_s)
-            for worker_id, worker in self._workers.items():
-                if worker_id not in self._pinged:
-                    self._pinged.add(worker_id)
-                    self._spawn(self._ping(worker_id, worker))
-            horizon_s = time.monotonic() - self._grace_s
-            for client_id, outbox in list(self._outboxes.items()):
-                if client_id not in self._polls and outbox.last_seen_s < horizon_s:
-                    logger.warning("client %s has not polled for long: given up", client_id)
-                    await self.disconnect(client_id)
-
-    async def _ping(self, worker_id: str, worker: Worker) -> None:
-        try:
-            await worker.ping()
-        except CallFailed:
-            pass  # it answered, which is all that was asked
-        except ActorLost as error:
-            self._lose(worker_id, error)
-        finally:
-            self._pinged.discard(worker_id)
+        """Let time pass, find workers that died while idle and clients that have gone."""
+        while True:
+            await first_of(self._lifetime.over, timeout_s=interval_s)
+            if self._lifetime.reason is not None:
+                return
+            self.post(Tick())
+            self._workers.ping_all()
+            for client_id in self._clients.silent(interval_s):
+                logger.warning("client %s has not polled for long: given up", client_id)
+                await self.disconnect(client_id)

@@ -1,10 +1,8 @@
-"""What travels between scheduler and workers in a step, and the core's events and actions.
+"""What travels between scheduler, workers and clients.
 
 A step message carries only what is new to its worker: the first chunk of a request brings its
 parameters and whole block table (`NewRequest`), later ones only new block ids. A worker's answer
-carries only what is new to the request. Events are all that can happen to the scheduler's core,
-actions all that it can ask for; every action with an outcome carries an `op_id` that the event
-reporting the outcome, good or bad, gives back.
+carries only what is new to the request.
 """
 
 from __future__ import annotations
@@ -122,17 +120,24 @@ class Submission(msgspec.Struct, frozen=True, eq=False):
     """The user's seed, or one that the client drew, so that sending again changes nothing."""
     priority: int = 0
     cache_salt: str | None = None
+    timeout_s: float | None = None
+    """Seconds from its arrival at the scheduler, after which it ends with `DeadlineExceeded`."""
+    detached: bool = False
+    """Whether it goes on when its client has gone; the result waits in the journal."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True, eq=False):
     """What became visible of a request since its previous delta.
 
-    The first delta comes when the prompt is done and carries all its rows at once.
+    The first delta comes when the prompt is done and carries all its rows at once. After a
+    reconnection everything comes again from the start.
     """
 
     request_id: str
     """The id the user knows."""
     index: int = 0
+    num_previous_tokens: int = 0
+    """Tokens of this completion before the new ones: who has more than that drops what he has."""
     new_token_ids: IntArray | None = None
     new_logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -156,14 +161,34 @@ class RequestInfo(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_blocks: int
     num_evictions: int
+    num_migrations: int
+    num_workers_lost: int
     waited_s: float
     """Seconds since submission."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True):
+    """One worker as operators see it."""
+
+    worker_id: str
+    node_id: str
+    pid: int
+    device: str
+    is_draining: bool
+    num_running: int
+    """Requests that have blocks there."""
+    num_pending_tokens: int
+    """Known tokens that it still has to compute."""
+    num_blocks: int
+    num_used_blocks: int
 
 
 class SchedulerStats(msgspec.Struct):
     """Counters since the start (they only grow) and gauges of now."""
 
     num_waiting: int = 0
+    num_queued_tokens: int = 0
+    """Known tokens that waiting requests still need computed."""
     num_running: int = 0
     """Requests in any status between waiting and finished."""
     num_finished: int = 0
@@ -173,6 +198,20 @@ class SchedulerStats(msgspec.Struct):
     num_evictions: int = 0
     num_workers: int = 0
     num_workers_lost: int = 0
+    num_workers_drained: int = 0
+    """Workers that ended on request, with nothing left on them."""
+    num_migrations: int = 0
+    migrations_by_reason: dict[str, int] = {}
+    """"asked", "drain", "load" or "blocks" -> migrations."""
+    num_migrations_failed: int = 0
+    """Migrations that were given up, because a copy failed or the request left meanwhile."""
+    migration_pause_s: float = 0.0
+    """Seconds that migrated requests stood still for their last blocks, all together."""
+    num_stores_lost: int = 0
+    num_requests_restored: int = 0
+    """Requests that came back from the journal after the scheduler was lost."""
+    num_expired: int = 0
+    """Requests that ran past their deadline; counted as failed too."""
     num_steps: int = 0
     num_chunks: int = 0
     num_prompt_tokens: int = 0
@@ -199,181 +238,14 @@ class SchedulerStats(msgspec.Struct):
     """Blocks whose bytes travelled to the store."""
     num_loaded_blocks: int = 0
     """Blocks written into workers from the store."""
+    num_migrated_blocks: int = 0
+    """Blocks copied from worker to worker."""
+    num_saved_bytes: int = 0
+    """Bytes that travelled to the store."""
+    num_loaded_bytes: int = 0
+    num_migrated_bytes: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
     """Blocks that requests or saves hold now; cached ones that could be reused don't count."""
     compute_s: float = 0.0
     """Seconds that workers spent on steps."""
-
-
-# ------------------------------------------------------------------------------------- events
-
-
-class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag=True):
-    """Base of what can happen to the core; time comes in with it, in seconds."""
-
-    time_s: float = 0.0
-
-
-class RequestSubmitted(Event, frozen=True, eq=False):
-    """A submission: all its n requests are taken, or `Refuse` answers it and nothing changes."""
-
-    submission: Submission
-    client_id: str = ""
-    ticket: int = 0
-    """Given back by `Refuse`."""
-
-
-class RequestCancelled(Event, frozen=True, eq=False):
-    """Cancel what was submitted under this id; unknown ids are ignored."""
-
-    request_id: str
-
-
-class EvictRequested(Event, frozen=True, eq=False):
-    """An operator or a test asks to evict a request now; unknown or idle ones are ignored."""
-
-    request_id: str
-
-
-class WorkerJoined(Event, frozen=True, eq=False):
-    info: WorkerInfo
-
-
-class WorkerLost(Event, frozen=True, eq=False):
-    worker_id: str
-    reason: str = ""
-
-
-class BatchDone(Event, frozen=True, eq=False):
-    worker_id: str
-    output: ModelRunnerOutput
-
-
-class BatchFailed(Event, frozen=True, eq=False):
-    """The step raised; the worker lives on."""
-
-    worker_id: str
-    step_id: int
-    error: WireError
-
-
-class LookupDone(Event, frozen=True, eq=False):
-    op_id: int
-    num_hit_tokens: int
-    """Tokens from position 0 that the store can supply; pinned there until released."""
-
-
-class LoadDone(Event, frozen=True, eq=False):
-    op_id: int
-    num_loaded_blocks: int
-    """Leading blocks that were written; fewer than asked for when data vanished."""
-
-
-class LoadFailed(Event, frozen=True, eq=False):
-    op_id: int
-    reason: str
-
-
-class SaveDone(Event, frozen=True, eq=False):
-    op_id: int
-    num_saved_blocks: int
-    """Leading blocks that the store now holds."""
-    num_copied_blocks: int = 0
-    """Blocks whose bytes had to travel."""
-
-
-class SaveFailed(Event, frozen=True, eq=False):
-    op_id: int
-    reason: str
-
-
-AnyEvent = (
-    RequestSubmitted
-    | RequestCancelled
-    | EvictRequested
-    | WorkerJoined
-    | WorkerLost
-    | BatchDone
-    | BatchFailed
-    | LookupDone
-    | LoadDone
-    | LoadFailed
-    | SaveDone
-    | SaveFailed
-)
-
-
-# ------------------------------------------------------------------------------------ actions
-
-
-class Action(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag=True):
-    """Base of what the core can ask for."""
-
-
-class RunBatch(Action, frozen=True, eq=False):
-    """Run a step; answered by `BatchDone`, `BatchFailed` or `WorkerLost`."""
-
-    worker_id: str
-    output: SchedulerOutput
-
-
-class LookupBlocks(Action, frozen=True, eq=False):
-    """Ask the store what it can supply, and pin that; answered by `LookupDone`."""
-
-    op_id: int
-    request_id: str
-    block_hashes: list[bytes]
-    num_readable_tokens: int
-    """Limit on shared blocks."""
-    num_own_tokens: int
-    """Limit on blocks that this request saved itself."""
-    skip_reading_prefix_cache: bool
-
-
-class LoadBlocks(Action, frozen=True, eq=False):
-    """Write stored blocks into a worker's blocks; answered by `LoadDone` or `LoadFailed`."""
-
-    op_id: int
-    request_id: str
-    worker_id: str
-    block_hashes: list[bytes]
-    block_ids: list[int]
-
-
-class SaveBlocks(Action, frozen=True, eq=False):
-    """Copy a worker's blocks to the store; answered by `SaveDone` or `SaveFailed`."""
-
-    op_id: int
-    request_id: str
-    worker_id: str
-    block_hashes: list[bytes]
-    block_ids: list[int]
-    owned: bool
-    """Whether the request will come back for them (eviction), so that they are kept for it."""
-    replace: bool
-    """Whether the own blocks replace those that others stored (it may read no others)."""
-
-
-class ReleaseBlocks(Action, frozen=True, eq=False):
-    """Drop the request's pins, and with `forget` its ownership of saved blocks; no answer."""
-
-    request_id: str
-    forget: bool
-
-
-class Refuse(Action, frozen=True, eq=False):
-    """A submission was refused and left no trace."""
-
-    ticket: int
-    error: WireError
-
-
-class Emit(Action, frozen=True, eq=False):
-    """Tell the client what became visible."""
-
-    client_id: str
-    delta: OutputDelta
-
-
-AnyAction = RunBatch | LookupBlocks | LoadBlocks | SaveBlocks | ReleaseBlocks | Refuse | Emit

@@ -14,9 +14,10 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, RequestTooLarge
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import LogprobRows
-from scheduler.messages import Submission
-from scheduler.request import FinishReason, Request, RequestStatus, make_requests
+from scheduler.messages import SchedulerStats, Submission
+from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
+from scheduler.submissions import make_requests
 
 _BYTES_PER_LOGPROB = 12  # token id, logprob and rank, 4 bytes each
 
@@ -73,15 +74,7 @@ def accept(
             pool_tokens=pool_tokens,
         )
     _check_rows_size(params, num_prompt_tokens, max_tokens, config)
-    requests = make_requests(
-        submission.request_id,
-        prompt,
-        params,
-        seed=submission.seed,
-        client_id=client_id,
-        priority=submission.priority,
-        cache_salt=submission.cache_salt,
-    )
+    requests = make_requests(submission, client_id=client_id)
     for request in requests:
         request.max_tokens = max_tokens
         request.eos_token_ids = config.eos_token_ids
@@ -108,6 +101,17 @@ def _checked_prompt(submission: Submission, config: SchedulerConfig) -> IntArray
             f"prompt token {where} is {int(prompt[where])}; token ids here are from 0 to "
             f"{config.vocab_size - 1}",
             param="prompt",
+        )
+    if submission.timeout_s is not None and not submission.timeout_s > 0:
+        raise InvalidRequest(
+            f"timeout_s={submission.timeout_s!r} is not allowed: give seconds > 0, or None",
+            param="timeout_s",
+        )
+    if submission.detached and not config.enable_journal:
+        raise InvalidRequest(
+            "a detached request leaves its result in the journal, and this engine has none: start "
+            "it with journal_path",
+            param="detached",
         )
     return prompt
 
@@ -160,6 +164,19 @@ def row_bytes(k: int, config: SchedulerConfig) -> int:
     return (num_logprobs(k, config) + 1) * _BYTES_PER_LOGPROB
 
 
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+
+
+def retry_after_s(num_queued_tokens: int, stats: SchedulerStats) -> float:
+    """Return in how many seconds a tenth of the queue will have been computed, roughly."""
+    tokens_per_s = stats.num_computed_tokens / stats.compute_s if stats.compute_s > 0 else 0.0
+    if not tokens_per_s:
+        return _MIN_RETRY_S
+    seconds = 0.1 * num_queued_tokens / tokens_per_s
+    return float(round(min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S), 1))
+
+
 # ------------------------------------------------------------------------------- admission
 
 
@@ -182,6 +199,11 @@ def fits(request: Request, worker: WorkerView) -> bool:
     return request.max_kv_tokens <= worker.pool.num_blocks * worker.pool.block_size
 
 
+def is_open_to(request: Request, worker: WorkerView) -> bool:
+    """Whether the request may be given to the worker, now or when there is room."""
+    return not worker.is_draining and fits(request, worker)
+
+
 def choose_worker(
     live: LiveRequest, workers: Iterable[WorkerView], config: SchedulerConfig
 ) -> Placement | None:
@@ -191,14 +213,14 @@ def choose_worker(
     step's work stands before the request. Unless the worker is empty, one block per running
     request stays free too, so that a readmitted request is not evicted again at their next step.
     Among those with room the one that would be done first wins: the fewest tokens before the
-    request plus the fewest of its own that are not cached there.
+    request plus the fewest of its own that are not cached there; unless an operator has named one.
     """
     request = live.request
-    best: tuple[tuple[int, int], Placement] | None = None
+    best: tuple[tuple[bool, int, int], Placement] | None = None
     for worker in workers:
-        active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
-        if len(active) >= config.max_num_seqs or not fits(request, worker):
+        if worker.num_seats_taken >= config.max_num_seqs or not is_open_to(request, worker):
             continue
+        active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
         before = sum(max(r.num_pending_tokens, 0) for r in active if r.request.rank < request.rank)
         if before >= config.max_num_batched_tokens:
             continue
@@ -206,7 +228,7 @@ def choose_worker(
         if num_blocks_to_take(live, worker, cached) + len(active) > worker.pool.num_free:
             continue
         cost = before + request.num_tokens - len(cached) * config.block_size
-        key = (cost, len(active))
+        key = (live.migrate_to not in (None, worker.id), cost, len(active))
         if best is None or key < best[0]:
             best = (key, Placement(worker, cached))
     return best[1] if best else None
@@ -243,6 +265,7 @@ def choose_victim(for_request: Request, worker: WorkerView) -> LiveRequest | Non
         for r in worker.residents.values()
         if r.status in (RequestStatus.RUNNING, RequestStatus.LOADING)
         and not r.is_evict_wanted
+        and not r.migration
         and r.block_ids
         and r.request.rank > for_request.rank
     ]
@@ -265,7 +288,7 @@ def choose_worker_to_clear(
     """
     best: tuple[int, WorkerView, list[LiveRequest]] | None = None
     for worker in workers:
-        if not fits(live.request, worker):
+        if not is_open_to(live.request, worker):
             continue
         candidates = sorted(
             (
@@ -273,14 +296,15 @@ def choose_worker_to_clear(
                 for r in worker.residents.values()
                 if r.status in (RequestStatus.RUNNING, RequestStatus.LOADING)
                 and not r.is_evict_wanted
+                and not r.migration
                 and r.request.priority > live.request.priority
             ),
             key=lambda r: (-r.request.priority, len(r.block_ids), -r.request.arrival),
         )
-        staying = sum(
+        staying = len(worker.incoming) + sum(
             1
             for r in worker.residents.values()
-            if r.status is not RequestStatus.SAVING and not r.is_evict_wanted
+            if r.status is not RequestStatus.SAVING and not (r.is_evict_wanted or r.migration)
         )
         need = num_blocks_to_take(live, worker, cached_blocks(live, worker)) + staying
         expected = worker.pool.num_free + worker.num_leaving_blocks()
@@ -297,6 +321,105 @@ def choose_worker_to_clear(
         if best is None or len(victims) < best[0]:
             best = (len(victims), worker, victims)
     return None if best is None else (best[1], best[2])
+
+
+# ------------------------------------------------------------------------------- migration
+
+_MIN_TOKENS_TO_GO = 32
+"""A request that has less to do than this is not worth moving for the sake of an even load."""
+
+
+def num_tokens_to_go(live: LiveRequest) -> int:
+    """Tokens that the request may still have to compute, at most."""
+    return live.request.max_kv_tokens - live.num_kv_tokens
+
+
+_MAX_FAILED_COPIES = 2
+"""Where workers can't reach each other, requests leave through the offload store instead."""
+
+
+def is_movable(live: LiveRequest) -> bool:
+    """Whether a move of the request could begin now."""
+    return (
+        live.status is RequestStatus.RUNNING and live.migration is None and not live.is_evict_wanted
+    )
+
+
+def is_worth_moving(live: LiveRequest) -> bool:
+    """Whether the core should try to move the request of its own accord."""
+    return is_movable(live) and live.num_failed_copies < _MAX_FAILED_COPIES
+
+
+def has_room_for(live: LiveRequest, worker: WorkerView, config: SchedulerConfig) -> bool:
+    """Whether a running request could move to the worker now."""
+    if worker is live.worker or not is_open_to(live.request, worker):
+        return False
+    return (
+        worker.num_seats_taken < config.max_num_seqs
+        and num_blocks_to_take(live, worker, []) <= worker.pool.num_free
+    )
+
+
+def choose_target(
+    live: LiveRequest, workers: Iterable[WorkerView], config: SchedulerConfig
+) -> WorkerView | None:
+    """Return the least busy worker that has room for a running request and for its own growth."""
+    open_ones = [
+        w
+        for w in workers
+        if has_room_for(live, w, config)
+        and num_blocks_to_take(live, w, []) + w.num_seats_taken <= w.pool.num_free
+    ]
+    return min(open_ones, key=lambda w: (w.num_seats_taken, -w.pool.num_free), default=None)
+
+
+def choose_rebalance(
+    workers: Iterable[WorkerView], config: SchedulerConfig
+) -> tuple[LiveRequest, WorkerView] | None:
+    """Return a decoding request on the busiest worker and the least busy one, to go there.
+
+    Only where the one computes at least two requests more than the other: then the move leaves no
+    reason to move back.
+    """
+    staying = [w for w in workers if not w.is_draining]
+    if len(staying) < 2:
+        return None
+    busiest = max(staying, key=lambda w: w.num_seats_taken)
+    idlest = min(staying, key=lambda w: w.num_seats_taken)
+    if busiest.num_seats_taken - idlest.num_seats_taken < 2:
+        return None
+    candidates = [
+        r
+        for r in busiest.residents.values()
+        if is_worth_moving(r)
+        and r.is_decoding
+        and r.has_progressed_here
+        and num_tokens_to_go(r) >= _MIN_TOKENS_TO_GO
+        and has_room_for(r, idlest, config)
+    ]
+    best = max(candidates, key=num_tokens_to_go, default=None)
+    return (best, idlest) if best is not None else None
+
+
+# -------------------------------------------------------------------------------- suspects
+
+
+def choose_suspects(running: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Return whom the next batch tries out: requests of batches that failed as a whole.
+
+    Halves of a failed batch are tried one after the other, and halved again where they fail, so the
+    one at fault is found in few failures; empty where there is no suspect.
+    """
+    chosen: list[LiveRequest] = []
+    limit = 0
+    for live in running:
+        if live.batch_limit is None:
+            continue
+        limit = min(limit, live.batch_limit) if chosen else live.batch_limit
+        if len(chosen) >= limit:
+            break
+        chosen.append(live)
+    return chosen[: max(limit, 1)]
 
 
 # ----------------------------------------------------------------------------- progress

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from scheduler.codec import int_array
-from scheduler.live import LiveRequest
+from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import Logprobs
-from scheduler.messages import OutputDelta, RequestInfo
-from scheduler.request import FinishReason
+from scheduler.messages import OutputDelta, RequestInfo, WorkerReport
+from scheduler.request import FinishReason, Request
 
 
 def output_delta(live: LiveRequest) -> OutputDelta | None:
@@ -29,6 +29,7 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
     return OutputDelta(
         request_id=request.parent_id,
         index=request.index,
+        num_previous_tokens=first,
         new_token_ids=int_array(request.output_token_ids[first:]),
         new_logprobs=(
             request.output_logprobs.array()[first:] if request.output_logprobs is not None else None
@@ -38,6 +39,39 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if is_last else None,
+    )
+
+
+def whole_delta(request: Request) -> OutputDelta:
+    """Return all that may be seen of a request, live or finished, as one delta."""
+    failed = request.finish_reason is FinishReason.ERROR
+    rows, own = request.prompt_logprobs, request.output_logprobs
+    return OutputDelta(
+        request_id=request.parent_id,
+        index=request.index,
+        new_token_ids=int_array(request.output_token_ids),
+        new_logprobs=own.array() if own is not None else None,
+        prompt_logprobs=(None if rows is None or request.is_prefilling or failed else rows.array()),
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        error=request.error,
+        stats=request.stats if request.finish_reason is not None else None,
+    )
+
+
+def worker_report(worker: WorkerView) -> WorkerReport:
+    """Return what operators see of a worker."""
+    info = worker.info
+    return WorkerReport(
+        worker_id=info.worker_id,
+        node_id=info.node_id,
+        pid=info.pid,
+        device=info.device,
+        is_draining=worker.is_draining,
+        num_running=len(worker.residents),
+        num_pending_tokens=sum(max(r.num_pending_tokens, 0) for r in worker.residents.values()),
+        num_blocks=worker.pool.num_blocks,
+        num_used_blocks=worker.pool.num_used,
     )
 
 
@@ -55,5 +89,7 @@ def request_info(live: LiveRequest, now_s: float) -> RequestInfo:
         num_output_tokens=len(request.output_token_ids),
         num_blocks=len(live.block_ids),
         num_evictions=request.stats.num_evictions,
+        num_migrations=request.stats.num_migrations,
+        num_workers_lost=request.stats.num_workers_lost,
         waited_s=max(now_s - live.submitted_s, 0.0),
     )

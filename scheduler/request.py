@@ -18,7 +18,7 @@ import numpy as np
 from scheduler.codec import IntArray, decode, encode
 from scheduler.errors import InvariantViolation, WireError
 from scheduler.logprobs import LogprobRows, Logprobs
-from scheduler.sampling_params import SEED_LIMIT, SamplingParams
+from scheduler.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
@@ -57,9 +57,10 @@ class RequestStats(msgspec.Struct):
     """What happened to a request on its way; counts only grow."""
 
     num_evictions: int = 0
+    num_migrations: int = 0
     num_workers_lost: int = 0
     num_cached_tokens: int = 0
-    """Tokens that the first admission found in a cache."""
+    """Tokens that a cache supplied before anything was computed."""
     num_restored_blocks: int = 0
     """Blocks that came back from the offload store."""
     num_recomputed_tokens: int = 0
@@ -91,6 +92,14 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     cache_salt: str | None = None
     """Requests share cached blocks only with requests of the same salt; "" is a salt too."""
     eos_token_ids: tuple[int, ...] = ()
+    deadline_s: float | None = None
+    """When it ends with `DeadlineExceeded`, in the events' time (seconds since the epoch)."""
+    detached: bool = False
+    """Whether it goes on when its client has gone."""
+    submitted_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    """As the user gave them, for all n; `sampling_params` are this one's own."""
+    content_hash: bytes = b""
+    """Of the submission, so that sending it again is told from another under the same id."""
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -260,44 +269,3 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     def decode(cls, data: bytes) -> Request:
         """Return the request that `encode` wrote, every field equal."""
         return decode(data, cls)
-
-
-def make_requests(
-    request_id: str,
-    prompt_token_ids: IntArray,
-    sampling_params: SamplingParams,
-    *,
-    seed: int,
-    client_id: str = "",
-    priority: int = 0,
-    cache_salt: str | None = None,
-) -> list[Request]:
-    """Return the n requests of one submission, each with a random stream of its own.
-
-    Prompt logprobs belong to the prompt, so only the first one computes them; the others then
-    have no rows to miss, and read the prefix cache unless the user asked to skip it. `max_tokens`
-    is the user's; admission lowers it to what the context can hold.
-
-    Args:
-        seed: the user's seed, or a drawn one.
-    """
-    params = sampling_params
-    siblings = msgspec.structs.replace(params, prompt_logprobs=None)
-    requests = []
-    for index in range(params.n):
-        own = params if index == 0 else siblings
-        requests.append(
-            Request(
-                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
-                parent_id=request_id,
-                index=index,
-                prompt_token_ids=prompt_token_ids,
-                sampling_params=own,
-                seed=(seed + index) % SEED_LIMIT,
-                max_tokens=-1 if params.max_tokens is None else params.max_tokens,
-                client_id=client_id,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-        )
-    return requests

@@ -4,7 +4,8 @@ Rules:
 - A block is held by exactly those who will free it: a request's table, a store operation, or a
   chunk under way.
 - A block is reused only after whoever reads or writes it has reported back: a request that leaves
-  in the middle hands its blocks to that operation or chunk.
+  in the middle hands its blocks to that operation or chunk. (Only a copy to another worker whose
+  request has left may read what it likes: nobody looks at what it brings.)
 - Blocks for all known tokens are taken at admission, so a prompt never stops half-way for lack
   of them; only generated tokens need more later.
 """
@@ -12,9 +13,9 @@ Rules:
 from __future__ import annotations
 
 from scheduler import policy
+from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
 from scheduler.core import Core
 from scheduler.live import LiveRequest, StoreOp, WorkerView
-from scheduler.messages import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
 from scheduler.policy import Placement
 from scheduler.request import RequestStatus
 
@@ -39,6 +40,7 @@ def place(core: Core, live: LiveRequest, placement: Placement) -> None:
     """Give a waiting request blocks on a worker, and ask the store for what it may read."""
     request, worker = live.request, placement.worker
     cached = placement.cached_block_ids
+    core.unqueue(live)
     worker.pool.take(cached)
     total = policy.blocks_for(request.num_tokens, live.block_size)
     live.worker = worker
@@ -78,9 +80,8 @@ def _count_query(core: Core, live: LiveRequest) -> None:
 
 def run(core: Core, live: LiveRequest, why: str) -> None:
     """Make a placed request computable."""
-    stats = live.request.stats
-    if not (stats.num_evictions or stats.num_workers_lost):
-        stats.num_cached_tokens = live.num_kv_tokens
+    if not live.request.num_computed_tokens:
+        live.request.stats.num_cached_tokens = live.num_kv_tokens
     live.move_to(RequestStatus.RUNNING, core.now_s, why)
 
 
@@ -104,6 +105,8 @@ def end_load(core: Core, live: LiveRequest, num_loaded_blocks: int, why: str) ->
     live.num_kv_tokens += num_loaded_blocks * live.block_size
     live.request.stats.num_restored_blocks += num_loaded_blocks
     core.stats.num_loaded_blocks += num_loaded_blocks
+    if live.worker is not None:
+        core.stats.num_loaded_bytes += num_loaded_blocks * live.worker.info.block_bytes
     register_full_blocks(live)
     core.actions.append(ReleaseBlocks(request_id=live.id, forget=False))
     run(core, live, why)
@@ -120,16 +123,21 @@ def register_full_blocks(live: LiveRequest) -> None:
     live.num_registered_blocks = num_full
 
 
-def evict(core: Core, live: LiveRequest, why: str) -> None:
+def evict(core: Core, live: LiveRequest, why: str, *, at_once: bool = False) -> None:
     """Take a request off its worker, now or once it has got on there.
 
     Each stay on a worker brings progress, for which admission has taken all blocks: however often
-    a request is evicted, it comes to its end.
+    a request is evicted, it comes to its end. Only where the worker is going away (`at_once`) is
+    that not waited for.
     """
     worker = live.worker
     if worker is None or live.status is RequestStatus.SAVING:
         return
-    if live.in_flight is not None or not live.has_progressed_here:
+    abandon_migration(core, live)
+    if live.status is RequestStatus.LOADING and at_once:
+        live.is_evict_wanted = True
+        return
+    if live.in_flight is not None or not (live.has_progressed_here or at_once):
         live.is_evict_wanted = True
         return
     live.request.stats.num_evictions += 1
@@ -147,6 +155,41 @@ def evict(core: Core, live: LiveRequest, why: str) -> None:
     _save(core, live, op, owned=True)
 
 
+def save_progress(core: Core, live: LiveRequest) -> None:
+    """Save what a running request has computed since its last save, once that is a segment.
+
+    A save that brought less than that is not tried again before another segment is computed.
+    """
+    worker, segment_tokens = live.worker, core.config.save_segment_tokens
+    if worker is None or live.save_op_id is not None:
+        return
+    if not (core.config.enable_offload and segment_tokens):
+        return
+    first, end = live.num_saved_blocks, live.num_kv_tokens // live.block_size
+    if (end - max(first, live.num_tried_blocks)) * live.block_size < segment_tokens:
+        return
+    live.num_tried_blocks = end
+    op = core.open_op(worker, None, end - first, first_block=first, beneficiary=live)
+    op.held_block_ids = live.block_ids[first:end]
+    worker.pool.take(op.held_block_ids)
+    live.save_op_id = op.op_id
+    _save(core, live, op, owned=True)
+
+
+def end_save(core: Core, op: StoreOp, num_saved_blocks: int, num_copied_blocks: int) -> None:
+    """Note what the store holds now of the request that a save was for."""
+    core.stats.num_saved_blocks += num_saved_blocks
+    core.stats.num_copied_blocks += num_copied_blocks
+    core.stats.num_saved_bytes += num_copied_blocks * op.worker.info.block_bytes
+    live = op.live or op.beneficiary
+    if live is None:
+        return
+    if live.save_op_id == op.op_id:
+        live.save_op_id = None
+    if op.first_block <= live.num_saved_blocks:
+        live.num_saved_blocks = max(live.num_saved_blocks, op.first_block + num_saved_blocks)
+
+
 def save_finished(core: Core, live: LiveRequest) -> None:
     """Offer a finished request's blocks to other workers, unless that would cramp this one."""
     worker = live.worker
@@ -162,13 +205,14 @@ def save_finished(core: Core, live: LiveRequest) -> None:
 
 
 def _save(core: Core, live: LiveRequest, op: StoreOp, *, owned: bool) -> None:
+    end = op.first_block + op.num_blocks
     core.actions.append(
         SaveBlocks(
             op_id=op.op_id,
             request_id=live.id,
             worker_id=op.worker.id,
-            block_hashes=live.block_hashes(op.num_blocks),
-            block_ids=live.block_ids[: op.num_blocks],
+            block_hashes=live.block_hashes(end)[op.first_block :],
+            block_ids=live.block_ids[op.first_block : end],
             owned=owned,
             replace=owned and live.request.sampling_params.skips_reading_prefix_cache,
         )
@@ -187,6 +231,7 @@ def leave_worker(core: Core, live: LiveRequest) -> None:
     worker = live.worker
     if worker is None:
         return
+    abandon_migration(core, live)
     op = core.ops.get(live.op_id) if live.op_id is not None else None
     flight = next((f for f in worker.in_flight if f.live is live), None)
     if op is not None:
@@ -202,6 +247,26 @@ def leave_worker(core: Core, live: LiveRequest) -> None:
     forget_place(live)
 
 
+def abandon_migration(core: Core, live: LiveRequest) -> None:
+    """Give a move up: the request stays with its worker, and the target gets its blocks back.
+
+    A copy under way keeps them until it has ended. What it reads does not matter any more.
+    """
+    migration = live.migration
+    if migration is None:
+        return
+    live.migration = None
+    core.stats.num_migrations_failed += 1
+    target = migration.target
+    target.incoming.pop(live.id, None)
+    op = core.ops.get(migration.op_id) if migration.op_id is not None else None
+    if op is not None:
+        op.beneficiary = None
+        op.held_block_ids += migration.block_ids
+    else:
+        target.pool.free(migration.block_ids)
+
+
 def forget_place(live: LiveRequest) -> None:
     """Reset everything that was true of the request on its last worker only."""
     live.worker = None
@@ -213,4 +278,6 @@ def forget_place(live: LiveRequest) -> None:
     live.in_flight = None
     live.op_id = None
     live.has_progressed_here = False
+    live.num_failed_copies = 0
+    live.num_tried_blocks = 0
     live.is_evict_wanted = False

@@ -13,42 +13,65 @@ from __future__ import annotations
 
 from offload_store.keys import HashChain
 from scheduler import policy
+from scheduler.actions import AnyAction, RecordSubmitted, Refuse
+from scheduler.balancing import begin_drain, drain, even_out, fail_hopeless, move_wanted
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core
-from scheduler.ending import finish
+from scheduler.ending import expire, finish
 from scheduler.errors import (
+    CannotMigrate,
     DuplicateRequest,
     EngineUnavailable,
     HaversackError,
     InvalidConfig,
-    RequestTooLarge,
+    Overloaded,
+    UnknownRequest,
+    UnknownWorker,
 )
-from scheduler.invariants import check_invariants
-from scheduler.live import LiveRequest, WorkerView
-from scheduler.messages import (
-    AnyAction,
+from scheduler.events import (
     AnyEvent,
     BatchDone,
     BatchFailed,
+    ClientGone,
+    CopyDone,
+    DrainRequested,
     EvictRequested,
     LoadDone,
     LoadFailed,
     LookupDone,
-    Refuse,
+    MigrateRequested,
+    ReplayRequested,
     RequestCancelled,
-    RequestInfo,
+    RequestRestored,
     RequestSubmitted,
     SaveDone,
     SaveFailed,
-    SchedulerStats,
+    StoreLost,
+    Tick,
+    WorkerExpected,
     WorkerJoined,
     WorkerLost,
+    WorkerNotComing,
 )
-from scheduler.reports import request_info
+from scheduler.invariants import check_invariants
+from scheduler.live import LiveRequest, WorkerView
+from scheduler.messages import RequestInfo, SchedulerStats, Submission, WorkerReport
+from scheduler.migration import start_migration, take_copy
+from scheduler.reports import request_info, worker_report
 from scheduler.request import FinishReason, Request, RequestStatus
-from scheduler.residency import admit, end_load, evict, forget_place, load, requeue
-from scheduler.stepping import fail_batch, start_step, take_batch
+from scheduler.residency import (
+    abandon_migration,
+    admit,
+    end_load,
+    end_save,
+    evict,
+    forget_place,
+    load,
+    requeue,
+)
+from scheduler.stepping import fail_batch, start_step, suspect_batch, take_batch
+from scheduler.submissions import content_hash, submission_of
 
 
 class SchedulerState:
@@ -67,6 +90,10 @@ class SchedulerState:
         for event in events:
             core.now_s = max(core.now_s, event.time_s)
             self._dispatch(event)
+        while (late := core.pop_expired()) is not None:
+            expire(core, late)
+        move_wanted(core)
+        drain(core)
         admit(core)
         for worker in core.workers.values():
             if worker.is_idle:
@@ -85,9 +112,9 @@ class SchedulerState:
     def stats(self) -> SchedulerStats:
         """Return the counters, and the gauges as of now."""
         core, stats = self._core, self._core.stats
-        statuses = [live.status for live in core.requests.values()]
-        stats.num_waiting = statuses.count(RequestStatus.WAITING)
-        stats.num_running = len(statuses) - stats.num_waiting
+        stats.num_waiting = core.num_waiting
+        stats.num_queued_tokens = core.num_queued_tokens
+        stats.num_running = len(core.requests) - core.num_waiting
         stats.num_workers = len(core.workers)
         stats.num_blocks = sum(w.pool.num_blocks for w in core.workers.values())
         stats.num_used_blocks = sum(w.pool.num_used for w in core.workers.values())
@@ -97,6 +124,23 @@ class SchedulerState:
         """Return what operators see of each live request, in order of service."""
         ordered = sorted(self._core.requests.values(), key=lambda live: live.request.rank)
         return [request_info(live, now_s) for live in ordered]
+
+    def worker_reports(self) -> list[WorkerReport]:
+        """Return what operators see of each worker."""
+        return [worker_report(worker) for worker in self._core.workers.values()]
+
+    def live_ids(self) -> list[str]:
+        """Return the ids of the requests that have not ended."""
+        return list(self._core.requests)
+
+    def client_ids(self) -> set[str]:
+        """Return the clients that follow a live request."""
+        return {name for live in self._core.requests.values() for name in live.followers}
+
+    def submission(self, request_id: str) -> Submission | None:
+        """Return what was submitted under an id that is live."""
+        family = self._family(request_id)
+        return submission_of(family[0].request) if family else None
 
     def request(self, request_id: str) -> Request | None:
         """Return a live request's own state, which is all that has to survive of it."""
@@ -113,8 +157,24 @@ class SchedulerState:
             case EvictRequested():
                 for live in self._family(event.request_id):
                     evict(self._core, live, "asked for")
+            case MigrateRequested():
+                self._migrate(event)
+            case ClientGone():
+                self._forget_client(event.client_id)
+            case ReplayRequested():
+                for live in self._family(event.request_id):
+                    self._core.replay(live, event.client_id)
+            case RequestRestored():
+                self._restore(event)
             case WorkerJoined():
                 self._join(event)
+            case WorkerExpected():
+                self._core.expected[event.worker_id] = event.num_blocks
+            case WorkerNotComing():
+                if self._core.expected.pop(event.worker_id, None) is not None:
+                    fail_hopeless(self._core, f"{event.worker_id} can't be started: {event.reason}")
+            case DrainRequested():
+                self._drain(event)
             case WorkerLost():
                 self._lose(event)
             case BatchDone():
@@ -131,6 +191,16 @@ class SchedulerState:
                 self._end_save(event)
             case SaveFailed():
                 self._end_save(event)
+            case CopyDone():
+                op = self._core.close_op(event.op_id)
+                if op is not None:
+                    take_copy(self._core, op, min(event.num_copied_blocks, op.num_blocks))
+            case StoreLost():
+                self._core.stats.num_stores_lost += 1
+                for live in self._core.requests.values():
+                    live.num_saved_blocks = live.num_tried_blocks = 0
+            case Tick():
+                even_out(self._core)
 
     # -------------------------------------------------------------------------- submissions
 
@@ -143,38 +213,95 @@ class SchedulerState:
 
     def _submit(self, event: RequestSubmitted) -> None:
         core = self._core
+        family = core.families.get(event.submission.request_id)
+        if family and core.requests[family[0]].request.content_hash == content_hash(
+            event.submission
+        ):
+            for name in family:
+                core.replay(core.requests[name], event.client_id)
+            return
         try:
             accepted = self._accepted(event)
         except HaversackError as error:
             core.stats.num_refused += 1
             core.actions.append(Refuse(ticket=event.ticket, error=error.to_wire()))
             return
-        core.families[event.submission.request_id] = [r.request_id for r in accepted]
+        timeout_s = event.submission.timeout_s
         for request in accepted:
             request.arrival = core.next_arrival
             core.next_arrival += 1
-            chain = HashChain(
-                core.config.cache_namespace, request.cache_salt, core.config.block_size
-            )
-            live = LiveRequest(request, event.time_s, chain, core.config.block_size)
-            core.requests[request.request_id] = live
-            core.queue(live)
+            request.deadline_s = None if timeout_s is None else event.time_s + timeout_s
+            self._take_in(request, event.time_s)
             core.stats.num_prompt_tokens += request.num_prompt_tokens
+            if core.config.enable_journal:
+                core.actions.append(
+                    RecordSubmitted(
+                        request=request.encode(),
+                        request_id=request.request_id,
+                        parent_id=request.parent_id,
+                    )
+                )
+
+    def _take_in(self, request: Request, now_s: float) -> LiveRequest:
+        """Make a waiting request live."""
+        core = self._core
+        chain = HashChain(core.config.cache_namespace, request.cache_salt, core.config.block_size)
+        live = LiveRequest(request, now_s, chain, core.config.block_size)
+        if request.client_id:
+            live.followers.append(request.client_id)
+        core.requests[live.id] = live
+        core.families.setdefault(request.parent_id, []).append(live.id)
+        core.queue(live)
+        core.watch_deadline(live)
+        return live
 
     def _accepted(self, event: RequestSubmitted) -> list[Request]:
-        core = self._core
-        if not core.workers:
+        core, config = self._core, self._core.config
+        sizes = [w.pool.num_blocks for w in core.workers.values()] + list(core.expected.values())
+        if not sizes:
             raise EngineUnavailable("no worker is there to compute requests: restart the engine")
-        largest = max(worker.pool.num_blocks for worker in core.workers.values())
-        accepted = policy.accept(event.submission, core.config, largest, event.client_id)
+        accepted = policy.accept(event.submission, config, max(sizes), event.client_id)
         for name in (event.submission.request_id, *(r.request_id for r in accepted)):
             if name in core.families or name in core.requests:
                 raise DuplicateRequest(
-                    f"a live request is called {name!r}: give another request_id, or wait until "
-                    "it has ended",
+                    f"a live request with other content is called {name!r}: give another "
+                    "request_id, or wait until it has ended",
                     param="request_id",
                 )
+        num_tokens = sum(request.num_tokens for request in accepted)
+        if core.num_waiting and (
+            core.num_waiting + len(accepted) > config.max_queued_requests
+            or core.num_queued_tokens + num_tokens > config.max_queued_tokens
+        ):
+            retry_after_s = policy.retry_after_s(core.num_queued_tokens, core.stats)
+            raise Overloaded(
+                f"{core.num_waiting} requests with {core.num_queued_tokens} tokens wait already; "
+                f"the engine lets {config.max_queued_requests} with {config.max_queued_tokens} "
+                f"wait: try again in {retry_after_s:g} s",
+                retry_after_s=retry_after_s,
+            )
         return accepted
+
+    def _restore(self, event: RequestRestored) -> None:
+        """Take a request back in, with the progress and the place in the queue that it had."""
+        core, request = self._core, event.request
+        if request.request_id in core.requests:
+            return
+        core.next_arrival = max(core.next_arrival, request.arrival + 1)
+        core.stats.num_requests_restored += 1
+        live = self._take_in(request, event.time_s)
+        ended = policy.end_of(request)
+        if ended is not None:
+            finish(core, live, ended[0], stop_reason=ended[1])
+
+    def _forget_client(self, client_id: str) -> None:
+        core = self._core
+        for live in list(core.requests.values()):
+            if client_id not in live.followers:
+                continue
+            live.followers.remove(client_id)
+            if not live.followers and not live.request.detached:
+                finish(core, live, FinishReason.ABORT)
 
     # ------------------------------------------------------------------------------ workers
 
@@ -191,6 +318,8 @@ class SchedulerState:
             enable_prefix_caching=core.config.enable_prefix_caching,
         )
         core.workers[info.worker_id] = WorkerView(info, pool)
+        core.expected.pop(info.worker_id, None)
+        fail_hopeless(core, "no worker is left")
 
     def _lose(self, event: WorkerLost) -> None:
         """Requeue a lost worker's requests: they keep their rows and lose only KV."""
@@ -199,25 +328,62 @@ class SchedulerState:
         if worker is None:
             return
         core.stats.num_workers_lost += 1
-        for op_id in [op.op_id for op in core.ops.values() if op.worker is worker]:
-            del core.ops[op_id]
-        for live in worker.active() + [
-            r for r in worker.residents.values() if r.status is RequestStatus.SAVING
-        ]:
+        for op in [op for op in core.ops.values() if op.worker is worker]:
+            del core.ops[op.op_id]
+            if op.beneficiary is not None and op.beneficiary.save_op_id == op.op_id:
+                op.beneficiary.save_op_id = None
+        for live in list(worker.incoming.values()):
+            abandon_migration(core, live)
+        suspect_batch(core, worker, event.reason)
+        for live in list(worker.residents.values()):
+            abandon_migration(core, live)
             live.request.stats.num_workers_lost += 1
             live.move_to(RequestStatus.WAITING, core.now_s, f"worker lost: {event.reason}")
             forget_place(live)
             core.queue(live)
-        for live in list(core.requests.values()):
-            if not core.workers:
-                error: HaversackError = EngineUnavailable(
-                    f"the last worker was lost ({event.reason}): restart the engine"
-                )
-            elif not any(policy.fits(live.request, w) for w in core.workers.values()):
-                error = RequestTooLarge("no worker that is left has enough KV blocks for it")
-            else:
+        fail_hopeless(core, f"the last worker was lost ({event.reason})")
+
+    def _drain(self, event: DrainRequested) -> None:
+        core = self._core
+        worker = core.workers.get(event.worker_id)
+        if worker is None:
+            self._refuse(event.ticket, _no_such_worker(core, event.worker_id))
+        else:
+            begin_drain(core, worker, event.deadline_s)
+
+    def _migrate(self, event: MigrateRequested) -> None:
+        core = self._core
+        target = core.workers.get(event.worker_id)
+        family = self._family(event.request_id)
+        if target is None:
+            self._refuse(event.ticket, _no_such_worker(core, event.worker_id))
+            return
+        if not family:
+            error = UnknownRequest(f"no live request is called {event.request_id!r}")
+            self._refuse(event.ticket, error)
+            return
+        for live in family:
+            if live.worker is target:
                 continue
-            finish(core, live, FinishReason.ERROR, error=error)
+            if not policy.is_open_to(live.request, target):
+                why = "is being drained" if target.is_draining else "has too few blocks for it"
+                self._refuse(event.ticket, CannotMigrate(f"worker {target.id!r} {why}"))
+                return
+            self._want_on(live, target, event.ticket)
+
+    def _want_on(self, live: LiveRequest, target: WorkerView, ticket: int) -> None:
+        core = self._core
+        if not policy.is_movable(live):
+            live.migrate_to = target.id
+            core.wanted_elsewhere[live.id] = live
+        elif policy.has_room_for(live, target, core.config):
+            start_migration(core, live, target, "asked")
+        else:
+            why = f"worker {target.id!r} has no room for {live.id!r} now: try again later"
+            self._refuse(ticket, CannotMigrate(why))
+
+    def _refuse(self, ticket: int, error: HaversackError) -> None:
+        self._core.actions.append(Refuse(ticket=ticket, error=error.to_wire()))
 
     def _end_batch(self, worker_id: str, step_id: int, event: BatchDone | BatchFailed) -> None:
         worker = self._core.workers.get(worker_id)
@@ -237,6 +403,7 @@ class SchedulerState:
             return
         live, limits = op.live, op.live.request.num_readable_tokens
         num_hit_tokens = min(event.num_hit_tokens, max(limits))
+        live.num_saved_blocks = min(live.num_saved_blocks, num_hit_tokens // live.block_size)
         extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)
         if limits.shared:
             core.stats.num_store_hit_tokens += extra_tokens
@@ -247,19 +414,29 @@ class SchedulerState:
 
     def _end_load(self, op_id: int, num_loaded_blocks: int, why: str) -> None:
         op = self._core.close_op(op_id)
-        if op is not None and op.live is not None:
-            end_load(self._core, op.live, min(num_loaded_blocks, op.num_blocks), why)
+        if op is None or op.live is None:
+            return
+        live = op.live
+        end_load(self._core, live, min(num_loaded_blocks, op.num_blocks), why)
+        if num_loaded_blocks < op.num_blocks:
+            num_here = live.num_kv_tokens // live.block_size
+            live.num_saved_blocks = min(live.num_saved_blocks, num_here)
 
     def _end_save(self, event: SaveDone | SaveFailed) -> None:
         core = self._core
         op = core.close_op(event.op_id)
         if op is None:
             return
-        why = "saved"
         if isinstance(event, SaveDone):
-            core.stats.num_saved_blocks += event.num_saved_blocks
-            core.stats.num_copied_blocks += event.num_copied_blocks
+            end_save(core, op, event.num_saved_blocks, event.num_copied_blocks)
+            why = "saved"
         else:
+            end_save(core, op, 0, 0)
             why = f"the save failed: {event.reason}"
         if op.live is not None:
             requeue(core, op.live, why)
+
+
+def _no_such_worker(core: Core, worker_id: str) -> UnknownWorker:
+    names = ", ".join(sorted(core.workers)) or "none"
+    return UnknownWorker(f"no worker is called {worker_id!r}; there are: {names}")

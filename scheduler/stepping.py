@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from scheduler import policy
+from scheduler.actions import RecordProgress, RunBatch
+from scheduler.balancing import is_moving, make_way
 from scheduler.core import Core
 from scheduler.ending import finish
 from scheduler.errors import InvariantViolation, RequestFailed, from_wire
+from scheduler.events import BatchDone, BatchFailed
 from scheduler.live import InFlight, LiveRequest, WorkerView
-from scheduler.messages import BatchDone, BatchFailed, Chunk, ChunkResult, RunBatch, SchedulerOutput
+from scheduler.messages import Chunk, ChunkResult, SchedulerOutput
+from scheduler.migration import advance_migration
 from scheduler.request import FinishReason, RequestStatus
-from scheduler.residency import evict, register_full_blocks
+from scheduler.residency import evict, register_full_blocks, save_progress
 from scheduler.steps import make_chunk
+
+_MAX_LONE_DEATHS = 3
+"""Workers in a row that may die of one request alone before it is given up."""
 
 
 def start_step(core: Core, worker: WorkerView) -> None:
     """Start the next step of an idle worker if there is anything to compute or to tell it.
 
     Those that have to leave go first, so that they do; then decodes, then prefill chunks, each in
-    order of service, within the token budget. A request whose last batch failed as a whole is
-    computed alone, so that the one at fault is found.
+    order of service, within the token budget. Requests whose last batch failed as a whole are
+    tried out before all others and away from them.
     """
-    running = [r for r in worker.active() if r.status is RequestStatus.RUNNING]
-    alone = next((r for r in running if r.runs_alone), None)
-    if alone is not None:
-        running = [alone]
+    running = [r for r in worker.active() if r.status is RequestStatus.RUNNING and not is_moving(r)]
+    running = policy.choose_suspects(running) or running
     budget = core.config.max_num_batched_tokens
     flights: list[InFlight] = []
     for live in sorted(running, key=lambda r: (not r.is_evict_wanted, not r.is_decoding)):
         if budget <= 0:
             break
-        if live.status is not RequestStatus.RUNNING:
-            continue  # evicted meanwhile, for one of those before it
+        if live.status is not RequestStatus.RUNNING or live.worker is not worker or is_moving(live):
+            continue  # evicted or moved away meanwhile, for one of those before it
         end = policy.chunk_end(live, budget, core.config)
         if not _has_blocks(core, live, end):
             continue
@@ -72,7 +77,7 @@ def _has_blocks(core: Core, live: LiveRequest, end: int) -> bool:
         victim = policy.choose_victim(live.request, worker)
         if victim is None:
             return False
-        evict(core, victim, f"its blocks go to {live.id}")
+        make_way(core, victim, f"its blocks go to {live.id}")
     if worker.pool.num_free < missing:
         return False
     live.block_ids += worker.pool.allocate(missing)
@@ -93,11 +98,11 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
 
 
 def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
-    """Deal with a step that raised: a lone request is at fault, several are tried one by one.
+    """Deal with a step that raised: a lone request is at fault, several are halved.
 
     Those that left in the middle of the step were in it all the same.
     """
-    is_lone = len(worker.in_flight) == 1
+    num_flights = len(worker.in_flight)
     flights = _end_step(worker)
     worker.released_request_ids += worker.told_released_ids
     for flight in flights:
@@ -106,10 +111,33 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
         worker.released_request_ids.append(live.id)
         live.is_known_to_worker = False
         live.num_sent_blocks = 0
-        if is_lone:
+        if num_flights == 1:
             finish(core, live, FinishReason.ERROR, error=from_wire(event.error))
         else:
-            live.runs_alone = True
+            live.batch_limit = num_flights // 2
+            advance_migration(core, live)
+
+
+def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
+    """Deal with a worker that died in the middle of a step: any one of its requests may be why.
+
+    Workers die of other things too. Only a request that several workers in a row have died of, when
+    they computed nothing else, is at fault.
+    """
+    num_flights = len(worker.in_flight)
+    for flight in _end_step(worker):
+        live = flight.live
+        if num_flights > 1:
+            live.batch_limit = num_flights // 2
+            continue
+        live.batch_limit = 1
+        live.num_lone_deaths += 1
+        if live.num_lone_deaths >= _MAX_LONE_DEATHS:
+            error = RequestFailed(
+                f"{live.num_lone_deaths} workers in a row died while they computed this request "
+                f"alone (the last one: {reason})"
+            )
+            finish(core, live, FinishReason.ERROR, error=error)
 
 
 def _end_step(worker: WorkerView) -> list[InFlight]:
@@ -144,8 +172,21 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     core.stats.num_recomputed_tokens += again
     core.stats.num_prompt_rows += len(chunk.row_target_ids)
     core.stats.num_generated_tokens += result.sampled_token_id is not None
-    live.runs_alone = False
-    live.has_progressed_here |= end > num_computed
+    if core.config.enable_journal and end > num_computed:
+        core.actions.append(
+            RecordProgress(
+                request_id=live.id,
+                num_computed_tokens=request.num_computed_tokens,
+                rows=result.rows,
+                sampled_token_id=result.sampled_token_id,
+                sampled_logprobs=result.sampled_logprobs,
+            )
+        )
+    if end > num_computed:
+        # Only what was never computed before clears it: the way back there proves nothing.
+        live.batch_limit = None
+        live.num_lone_deaths = 0
+        live.has_progressed_here = True
     live.num_kv_tokens = end
     register_full_blocks(live)
     ended = policy.end_of(request)
@@ -155,6 +196,9 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     core.emit(live)
     if live.is_evict_wanted:
         evict(core, live, "wanted before")
+    if live.status is RequestStatus.RUNNING:
+        save_progress(core, live)
+        advance_migration(core, live)
 
 
 def _num_rows_again(chunk: Chunk, num_held: int) -> int:

@@ -2,9 +2,16 @@
 
 The module knows Ray, messages as bytes and KV as arrays; it knows no request and takes no decision.
 Rules:
-- `execute`, `read_blocks` and `write_blocks` run in one thread in the order of arrival, so a read
-  sees all that earlier steps computed, and a step all that earlier writes brought.
-- `ping` has a concurrency group of its own and answers in the middle of a step.
+- A worker serves one epoch, the number of one incarnation of the scheduler, which `reset` begins.
+  Calls of any other epoch are refused with `StaleEpoch` and change nothing, so that what a dead
+  scheduler (or the offload store on its behalf) still has under way can't touch blocks that the
+  next one has given away.
+- `reset` returns when no step, read or write of an earlier epoch is running, or will run.
+- Steps, reads and writes each go in their order of arrival, in a thread of their own. The scheduler
+  has only blocks read whose steps were answered, and only blocks written that no step uses; on CUDA
+  all three threads work on the device's default stream, which keeps this order.
+- So an empty write is a fence: when it returns, every write that had arrived before it has ended.
+- `ping` has a thread of its own too, and answers in the middle of everything else.
 - KV data never waits in this process: a read returns a copy that belongs to the caller, and a write
   takes one segment at a time out of the object store.
 - torch is imported where it is used: this module is also imported by every process that is handed
@@ -15,13 +22,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from scheduler.codec import decode, encode
-from scheduler.errors import InvalidConfig
+from scheduler.errors import InvalidConfig, StaleEpoch
 from scheduler.messages import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -30,14 +38,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY_GROUPS = {"control": 1}
+CONCURRENCY_GROUPS = {"read": 1, "write": 1, "control": 1}
 """For `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor)`."""
 _SEGMENT_TIMEOUT_S = 30.0
 """Longest wait for a segment of KV data; past it the data counts as lost."""
 
 
 class WorkerActor:
-    """One model on one device; `cluster.launch` decorates the class and starts it."""
+    """One model on one device; whoever starts it decorates the class and calls `reset` first."""
 
     def __init__(
         self,
@@ -51,7 +59,7 @@ class WorkerActor:
         block_size: int = 16,
         num_threads: int | None = None,
     ) -> None:
-        """Keep the settings; the model is loaded by the first call of `info`.
+        """Keep the settings; the model is loaded by the first `reset`.
 
         Args:
             worker_id: the worker's name in messages.
@@ -72,20 +80,126 @@ class WorkerActor:
         self._block_size = block_size
         self._num_threads = num_threads
         self._loaded: ModelRunner | None = None
+        self._epoch: int | None = None
+        """Changes only with both locks held, and in the thread that runs steps."""
+        self._reading = threading.Lock()
+        """Held while KV is copied out."""
+        self._writing = threading.Lock()
+        """Held while KV is copied in."""
 
-    def info(self) -> bytes:
-        """Load the model and make room for KV, once; return an encoded `WorkerInfo`.
+    def reset(self, epoch: int) -> bytes:
+        """Serve `epoch` from now on, knowing no request; return an encoded `WorkerInfo`.
 
-        What goes wrong is raised here and not where the actor is made: from there Ray would bring
-        it back as the text of an `ActorDiedError`.
+        The first call loads the model and makes room for KV. What goes wrong with that is raised
+        here and not where the actor is made: from there Ray would bring it back as the text of an
+        `ActorDiedError`. A later call waits for the step, read or write that is running.
+
+        Args:
+            epoch: of the calling scheduler. Epochs only grow; the current one may come again.
 
         Raises:
             ModelNotFound: nothing has that name, or it can't be fetched.
             UnsupportedModel: the model is not of a kind that the engine can run.
             InvalidConfig: a setting has an impossible value.
+            StaleEpoch: the worker serves a newer epoch.
         """
+        runner = self._runner()
+        with self._reading, self._writing:
+            if self._epoch is not None and epoch < self._epoch:
+                raise self._stale(epoch)
+            self._epoch = epoch
+            runner.forget_all()
         node_id = ray.get_runtime_context().get_node_id()
-        return encode(self._runner().info(self._worker_id, node_id))
+        return encode(runner.info(self._worker_id, node_id))
+
+    def execute(self, epoch: int, data: bytes) -> bytes:
+        """Run an encoded `SchedulerOutput`; return an encoded `ModelRunnerOutput`.
+
+        Raises:
+            StaleEpoch: the worker serves another epoch.
+        """
+        self._check(epoch)
+        return encode(self._runner().execute(decode(data, SchedulerOutput)))
+
+    @ray.method(concurrency_group="read", num_returns=2)
+    def read_blocks(self, epoch: int, block_ids: list[int]) -> tuple[ByteArray, int]:
+        """Return the KV of some blocks, uint8 [n, block_bytes], and n.
+
+        These are two objects: awaiting the number tells that the array is in the object store,
+        or why there is none, and fetches no KV.
+
+        Raises:
+            StaleEpoch: the worker serves another epoch.
+        """
+        with self._reading:
+            data = self._runner_of(epoch).read_blocks(block_ids)
+        return data, len(data)
+
+    @ray.method(concurrency_group="write")
+    def write_blocks(
+        self, epoch: int, block_ids: list[int], segments: list[Any], sources: list[tuple[int, int]]
+    ) -> int:
+        """Store KV that `read_blocks` gave, on whichever worker.
+
+        Args:
+            epoch: of the scheduler that gave the blocks away.
+            block_ids: where to write, distinct.
+            segments: ObjectRefs of uint8 [n, block_bytes] arrays.
+            sources: for each block id, (index of a segment, row in its array).
+
+        Returns:
+            how many leading blocks were written: a segment that is lost, can't be fetched in time
+            or does not fit this cache ends the writing, and raises nothing.
+
+        Raises:
+            StaleEpoch: the worker serves another epoch, maybe only since the writing began.
+        """
+        self._check(epoch)
+        written = 0
+        pairs = zip(block_ids, sources, strict=True)
+        for index, group in itertools.groupby(pairs, key=lambda pair: pair[1][0]):
+            members = list(group)
+            try:
+                data: ByteArray = ray.get(segments[index], timeout=_SEGMENT_TIMEOUT_S)
+                rows = np.ascontiguousarray(data[[row for _, (_, row) in members]])
+                # Not around the wait for data, which a reset need not wait for.
+                with self._writing:
+                    self._runner_of(epoch).write_blocks([block for block, _ in members], rows)
+            except StaleEpoch:
+                raise
+            except Exception as error:
+                logger.warning(
+                    "%s: KV for %d of %d blocks is lost: %r",
+                    self._worker_id,
+                    len(block_ids) - written,
+                    len(block_ids),
+                    error,
+                )
+                break
+            written += len(members)
+        return written
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> str:
+        """Return the worker's id, also in the middle of a step."""
+        return self._worker_id
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise self._stale(epoch)
+
+    def _stale(self, epoch: int) -> StaleEpoch:
+        return StaleEpoch(
+            f"worker {self._worker_id} serves epoch {self._epoch} and refuses a call of epoch "
+            f"{epoch}: only the scheduler that reset it last may call it",
+            epoch=epoch,
+            current_epoch=self._epoch,
+        )
+
+    def _runner_of(self, epoch: int) -> ModelRunner:
+        """Return the runner for a copy of KV, to be used with the copy's lock held."""
+        self._check(epoch)
+        return self._runner()
 
     def _runner(self) -> ModelRunner:
         """Return the runner, with the calling thread set up to compute."""
@@ -116,50 +230,3 @@ class WorkerActor:
                 self._kv_bytes, model.layers, self._block_size, model.dtype
             )
         return ModelRunner(model, num_blocks=num_blocks, block_size=self._block_size)
-
-    def execute(self, data: bytes) -> bytes:
-        """Run an encoded `SchedulerOutput`; return an encoded `ModelRunnerOutput`."""
-        return encode(self._runner().execute(decode(data, SchedulerOutput)))
-
-    def read_blocks(self, block_ids: list[int]) -> ByteArray:
-        """Return the KV of some blocks, uint8 [n, block_bytes]."""
-        return self._runner().read_blocks(block_ids)
-
-    def write_blocks(
-        self, block_ids: list[int], segments: list[Any], sources: list[tuple[int, int]]
-    ) -> int:
-        """Store KV that `read_blocks` gave, on whichever worker.
-
-        Args:
-            block_ids: where to write, distinct.
-            segments: ObjectRefs of uint8 [n, block_bytes] arrays.
-            sources: for each block id, (index of a segment, row in its array).
-
-        Returns:
-            how many leading blocks were written: a segment that is lost, can't be fetched in time
-            or does not fit this cache ends the writing, and raises nothing.
-        """
-        written = 0
-        pairs = zip(block_ids, sources, strict=True)
-        for index, group in itertools.groupby(pairs, key=lambda pair: pair[1][0]):
-            members = list(group)
-            try:
-                data: ByteArray = ray.get(segments[index], timeout=_SEGMENT_TIMEOUT_S)
-                rows = np.ascontiguousarray(data[[row for _, (_, row) in members]])
-                self._runner().write_blocks([block_id for block_id, _ in members], rows)
-            except Exception as error:
-                logger.warning(
-                    "%s: KV for %d of %d blocks is lost: %r",
-                    self._worker_id,
-                    len(block_ids) - written,
-                    len(block_ids),
-                    error,
-                )
-                break
-            written += len(members)
-        return written
-
-    @ray.method(concurrency_group="control")
-    def ping(self) -> str:
-        """Return the worker's id, also in the middle of a step."""
-        return self._worker_id

@@ -130,6 +130,10 @@ class ModelRunner:
         """Requests that something is kept of."""
         return len(self._tracked)
 
+    def forget_all(self) -> None:
+        """Keep nothing of any request: each is as unknown as before its first chunk."""
+        self._tracked.clear()
+
     def info(self, worker_id: str, node_id: str = "") -> WorkerInfo:
         """Return what the scheduler has to know about this worker."""
         return WorkerInfo(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,30 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline_s:
             pytest.fail(f"not within {DEADLINE_S:g} s: {what}")
         time.sleep(0.02)
+
+
+def actors_of(engine_name: str) -> list[str]:
+    """Return the names of an engine's actors that have not ended."""
+    return [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(f"haversack-{engine_name}-")
+    ]
+
+
+def pid_of(actor_name: str) -> int:
+    """Return the process of an actor of the engines under test."""
+    handle = ray.get_actor(actor_name, namespace=ENGINE["namespace"])
+    return int(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=DEADLINE_S))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture(scope="session")

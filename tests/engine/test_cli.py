@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cluster import Client, SamplingParams
 from cluster.cli import app
-from tests.engine.conftest import ENGINE
+from tests.engine.conftest import DEADLINE_S, ENGINE, wait_for
 
 
 @pytest.fixture
@@ -29,7 +29,12 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
     return json.loads(line)
 
 
-@pytest.mark.parametrize("command", ["version", "status", "pull", "generate", "score"])
+COMMANDS = [
+    *("version", "status", "requests", "evict", "migrate", "drain", "pull", "generate", "score")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"])
     assert done.exit_code == 0
@@ -65,7 +70,24 @@ def test_the_status_names_model_workers_and_counters(shell: CliRunner, tiny_mode
     assert facts["model"] == tiny_model
     assert [worker["worker_id"] for worker in facts["workers"]] == ["worker-0", "worker-1"]
     assert facts["scheduler"]["num_workers"] == 2
-    assert shell.invoke(app, ["status"]).exit_code == 0
+    shown = shell.invoke(app, ["status"])
+    assert shown.exit_code == 0
+    for word in (tiny_model.split("/")[1], "worker-0", "serving", "evictions"):
+        assert word in shown.stdout
+
+
+def test_an_operator_sees_and_moves_a_request(shell: CliRunner, client: Client) -> None:
+    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+    handle = client.submit([40, 41, 42], params, request_id="moved")
+    wait_for(lambda: any(i.num_output_tokens for i in client.requests()), "it is decoded")
+    (row,) = answer(shell, "requests")["requests"]
+    assert (row["request_id"], row["num_prompt_tokens"]) == ("moved", 3)
+    assert "moved" in shell.invoke(app, ["requests"]).stdout
+    target = "worker-1" if row["worker_id"] == "worker-0" else "worker-0"
+    assert answer(shell, "migrate", "moved", target) == {"migrating": "moved", "worker": target}
+    assert answer(shell, "evict", "moved") == {"evicted": "moved"}
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
 
 
 def test_the_version_is_the_installed_one(shell: CliRunner) -> None:
@@ -79,6 +101,11 @@ def test_the_version_is_the_installed_one(shell: CliRunner) -> None:
         (["generate", ""], "InvalidRequest"),
         (["generate", "a", "--temperature", "-1"], "InvalidRequest"),
         (["status", "--name", "nobody"], "EngineUnavailable"),
+        (["requests", "--name", "nobody"], "EngineUnavailable"),
+        (["evict", "nobody"], "UnknownRequest"),
+        (["migrate", "nobody", "worker-0"], "UnknownRequest"),
+        (["drain", "worker-77"], "UnknownWorker"),
+        (["drain", "worker-0", "--deadline", "-1"], "InvalidRequest"),
         (["status", "--config", "/no-such-file.yaml"], "InvalidConfig"),
         (["score", "a", "--num-workers", "7"], "InvalidConfig"),
     ],

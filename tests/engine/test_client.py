@@ -21,6 +21,7 @@ from cluster import (
     SamplingParams,
     submit,
 )
+from scheduler.errors import DeadlineExceeded, UnknownRequest, UnknownWorker
 from tests.engine.conftest import DEADLINE_S, ENGINE, wait_for
 from tests.tiny_models import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 
@@ -322,6 +323,9 @@ def test_bad_arguments_beside_the_prompt_are_refused(client: Client) -> None:
         {"request_id": 7},
         {"priority": "high"},
         {"cache_salt": 1},
+        {"timeout_s": 0},
+        {"timeout_s": "long"},
+        {"detached": 1},
         {"sampling_params": {"max_tokens": 1}},
     ]
     for arguments in bad:
@@ -332,27 +336,54 @@ def test_bad_arguments_beside_the_prompt_are_refused(client: Client) -> None:
         client.generate([PROMPT] * 3, [SamplingParams()] * 2)
 
 
-# ---------------------------------------------------------------------------------- duplicates
+# ---------------------------------------------------------------------------- the same id again
 
 
-def test_a_second_request_of_a_live_id_is_refused_and_the_first_untouched(client: Client) -> None:
-    handle = client.submit(PROMPT, SamplingParams(max_tokens=40, **GREEDY), request_id="same")
+def test_something_else_under_a_live_id_is_refused_and_the_first_untouched(client: Client) -> None:
+    """At once, from another client, in one batch, and just after the first was cancelled."""
+    params = SamplingParams(max_tokens=40, **GREEDY)
+    first, second = client.submit_many([PROMPT, PROMPT[1:]], params, request_ids=["same", "same"])
     with pytest.raises(DuplicateRequest):
-        client.submit(PROMPT, request_id="same")
+        second.result(timeout=DEADLINE_S)
+    for different in (PROMPT[:-1], PROMPT[1:]):
+        with pytest.raises(DuplicateRequest):
+            client.submit(different, params, request_id="same")
+    with pytest.raises(DuplicateRequest):
+        client.submit(PROMPT, params, request_id="same", priority=1)
     with (
         Client(name="shared", namespace=ENGINE["namespace"]) as other,
         pytest.raises(DuplicateRequest),
     ):
-        other.submit(PROMPT, request_id="same")
-    assert len(handle.result(timeout=DEADLINE_S).outputs[0].token_ids) == 40
-
-
-def test_an_id_given_twice_in_one_batch_is_refused_the_second_time(client: Client) -> None:
-    params = SamplingParams(max_tokens=3, **GREEDY)
-    first, second = client.submit_many([PROMPT, PROMPT], params, request_ids=["two", "two"])
+        other.submit(PROMPT, SamplingParams(max_tokens=41, **GREEDY), request_id="same")
+    assert len(first.result(timeout=DEADLINE_S).outputs[0].token_ids) == 40
+    third = client.submit(PROMPT, LONG, request_id="same")
+    third.cancel()
     with pytest.raises(DuplicateRequest):
-        second.result(timeout=DEADLINE_S)
-    assert len(first.result(timeout=DEADLINE_S).outputs[0].token_ids) == 3
+        client.submit(PROMPT, params, request_id="same")
+    assert third.result(timeout=DEADLINE_S).outputs[0].finish_reason == "abort"
+
+
+def test_the_same_under_a_live_id_is_the_same_request(client: Client) -> None:
+    params = SamplingParams(max_tokens=30, prompt_logprobs=1, logprobs=1, ignore_eos=True)
+    first, same = client.submit_many([PROMPT, PROMPT], params, request_ids=["twice", "twice"])
+    assert same is first
+    assert client.submit(np.array(PROMPT), params, request_id="twice", timeout_s=60) is first
+    with Client(name="shared", namespace=ENGINE["namespace"]) as other:
+        elsewhere = other.submit(PROMPT, params, request_id="twice").result(timeout=DEADLINE_S)
+        assert elsewhere == first.result(timeout=DEADLINE_S)
+        again = other.submit(PROMPT, params, request_id="twice").result(timeout=DEADLINE_S)
+    assert again.outputs == elsewhere.outputs
+    assert again.prompt_logprobs == elsewhere.prompt_logprobs
+    other_id = client.submit(PROMPT, params, request_id="another").result(timeout=DEADLINE_S)
+    assert other_id.outputs != elsewhere.outputs
+
+
+def test_the_same_again_just_after_a_cancel_is_computed(client: Client) -> None:
+    params = SamplingParams(max_tokens=60, **GREEDY)
+    first = client.submit(PROMPT, params, request_id="reborn")
+    first.cancel()
+    second = client.submit(PROMPT, params, request_id="reborn")
+    assert len(second.result(timeout=DEADLINE_S).outputs[0].token_ids) == 60
 
 
 def test_an_id_is_free_again_as_soon_as_its_request_has_ended(client: Client) -> None:
@@ -366,6 +397,45 @@ def test_an_id_is_free_again_as_soon_as_its_request_has_ended(client: Client) ->
 
 
 # ------------------------------------------------------------------------------- other clients
+
+
+def test_a_request_can_be_attached_to_by_its_id_from_any_client(client: Client) -> None:
+    """All of it comes, whatever had been told to the one who submitted it."""
+    params = SamplingParams(n=2, max_tokens=100, prompt_logprobs=1, logprobs=0, ignore_eos=True)
+    handle = client.submit("Hi there, whoever you are", params, request_id="open")
+    assert client.attach("open") is handle
+    started(client, "open")
+    with Client(name="shared", namespace=ENGINE["namespace"]) as other:
+        attached = other.attach("open")
+        deltas = list(attached.stream())
+        output = attached.result(timeout=DEADLINE_S)
+    expected = handle.result(timeout=DEADLINE_S)
+    assert output.outputs == expected.outputs
+    assert output.prompt_logprobs == expected.prompt_logprobs
+    assert output.prompt_token_ids == expected.prompt_token_ids
+    for index, completion in enumerate(expected.outputs):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.text for delta in mine) == completion.text
+        assert [token for delta in mine for token in delta.token_ids] == completion.token_ids
+
+
+def test_who_attaches_and_closes_cancels_nothing(client: Client) -> None:
+    handle = client.submit(PROMPT, SamplingParams(max_tokens=150, **GREEDY), request_id="followed")
+    started(client, "followed")
+    with Client(name="shared", namespace=ENGINE["namespace"]) as other:
+        attached = other.attach("followed")
+    assert attached.result(timeout=0).outputs[0].finish_reason == "abort"
+    assert handle.result(timeout=DEADLINE_S).outputs[0].finish_reason == "length"
+
+
+def test_an_id_that_nobody_knows_is_said_as_that(client: Client) -> None:
+    with pytest.raises(UnknownRequest):
+        client.attach("nobody")
+    with pytest.raises(UnknownRequest):
+        client.result("nobody", timeout=1)
+    for bad in ("", 7, None):
+        with pytest.raises(InvalidRequest):
+            client.attach(bad)  # type: ignore[arg-type]
 
 
 def test_submit_uses_the_running_engine(client: Client) -> None:
@@ -410,6 +480,63 @@ def test_operators_see_requests_and_counters(client: Client) -> None:
     assert stats.scheduler.num_running == 1
     assert stats.scheduler.num_recomputed_rows == 0
     assert stats.store is not None
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
+
+
+def test_a_request_past_its_time_ends_with_that(client: Client) -> None:
+    handle = client.submit(PROMPT, LONG, timeout_s=0.05)
+    with pytest.raises(DeadlineExceeded):
+        handle.result(timeout=DEADLINE_S)
+
+
+def test_detached_requests_take_a_journal(client: Client) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.submit(PROMPT, detached=True)
+    assert caught.value.details["param"] == "detached"
+
+
+def test_a_running_request_is_moved_and_its_bits_are_the_same(client: Client) -> None:
+    params = SamplingParams(max_tokens=80, prompt_logprobs=1, logprobs=1, seed=4, ignore_eos=True)
+    expected = client.submit(PROMPT, params).result(timeout=DEADLINE_S)
+    handle = client.submit(PROMPT, params, request_id="mover")
+    started(client, "mover")
+    (info,) = client.requests()
+    target = "worker-1" if info.worker_id == "worker-0" else "worker-0"
+    client.migrate("mover", target)
+    output = handle.result(timeout=DEADLINE_S)
+    assert output.outputs == expected.outputs
+    assert output.prompt_logprobs == expected.prompt_logprobs
+
+
+def test_operators_are_told_what_can_not_be_done(client: Client) -> None:
+    num_migrations = client.stats().scheduler.num_migrations
+    handle = client.submit(PROMPT, LONG, request_id="here")
+    started(client, "here")
+    with pytest.raises(UnknownWorker):
+        client.migrate("here", "worker-77")
+    with pytest.raises(UnknownRequest):
+        client.migrate("nobody", "worker-0")
+    (info,) = client.requests()
+    assert info.worker_id is not None
+    client.migrate("here", info.worker_id)
+    assert client.stats().scheduler.num_migrations == num_migrations
+    with pytest.raises(UnknownWorker):
+        client.drain("worker-77")
+    for bad in (-1, float("inf"), float("nan"), True, "soon"):
+        with pytest.raises(InvalidRequest):
+            client.drain("worker-0", bad)  # type: ignore[arg-type]
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
+
+
+def test_operators_see_the_workers(client: Client) -> None:
+    handle = client.submit(PROMPT, LONG, request_id="busy")
+    started(client, "busy")
+    reports = client.workers()
+    assert [report.worker_id for report in reports] == ["worker-0", "worker-1"]
+    assert sum(report.num_running for report in reports) == 1
+    assert not any(report.is_draining for report in reports)
     handle.cancel()
     handle.result(timeout=DEADLINE_S)
 

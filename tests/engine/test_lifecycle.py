@@ -1,8 +1,9 @@
-"""Engines that come up, fail to, lose their parts and end."""
+"""Engines that come up, fail to, lose their parts, get them back, and end."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -17,28 +18,38 @@ import numpy as np
 import pytest
 import ray
 
-from cluster import Client, EngineUnavailable, ModelNotFound, SamplingParams, StartupFailed
+from cluster import (
+    Client,
+    EngineUnavailable,
+    ModelNotFound,
+    RequestOutput,
+    SamplingParams,
+    StartupFailed,
+)
 from cluster.config import EngineConfig
-from cluster.launch import EngineHandles, kill_engine, start_engine
-from scheduler.actor import SchedulerActor
+from cluster.handle import RequestHandle
+from cluster.launch import EngineHandles, engine_spec, kill_engine, start_engine
+from scheduler.actor import CONCURRENCY_GROUPS, SchedulerActor
 from scheduler.codec import decode, encode
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Submission, WorkerInfo
+from scheduler.messages import Submission, WorkerReport
 from scheduler.outbox import PollAnswer
-from tests.engine.conftest import DEADLINE_S, ENGINE, NUM_CPUS, wait_for
+from tests.engine.conftest import (
+    DEADLINE_S,
+    ENGINE,
+    NUM_CPUS,
+    actors_of,
+    is_running,
+    pid_of,
+    wait_for,
+)
+from workers.actor import WorkerActor
 
 PROMPT = list(range(40, 75))
 LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+PROMPTS = [[40 + (i * j) % 100 for j in range(90)] for i in range(1, 7)]
+PARAMS = SamplingParams(max_tokens=60, prompt_logprobs=1, logprobs=1, seed=3, ignore_eos=True)
 
 pytestmark = pytest.mark.usefixtures("local_cluster")
-
-
-def named_actors(name: str) -> list[str]:
-    return [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["name"].startswith(f"haversack-{name}-")
-    ]
 
 
 @contextlib.contextmanager
@@ -51,8 +62,40 @@ def engine(config: EngineConfig, **settings: Any) -> Iterator[EngineHandles]:
         kill_engine(handles)
 
 
-def kill_process(worker: WorkerInfo) -> None:
-    os.kill(worker.pid, signal.SIGKILL)
+def pids_of(client: Client, name: str) -> list[int]:
+    """The processes of an engine."""
+    parts = [pid_of(f"haversack-{name}-scheduler"), pid_of(f"haversack-{name}-store")]
+    return parts + [worker.pid for worker in client.workers()]
+
+
+def busy_worker(client: Client) -> WorkerReport:
+    """A worker that has requests."""
+    wait_for(lambda: any(w.num_running for w in client.workers()), "a worker has requests")
+    return max(client.workers(), key=lambda worker: worker.num_running)
+
+
+def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process and a folder of its own, which know of no Ray."""
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def assert_equal_bits(handles: list[RequestHandle], expected: list[RequestOutput]) -> None:
+    for handle, wanted in zip(handles, expected, strict=True):
+        output = handle.result(timeout=DEADLINE_S)
+        assert output.outputs == wanted.outputs
+        assert output.prompt_logprobs == wanted.prompt_logprobs
+
+
+# ------------------------------------------------------------------------------------- starting
 
 
 def test_asking_for_more_than_there_is_fails_at_once_and_leaves_nothing(tiny_model: str) -> None:
@@ -64,65 +107,278 @@ def test_asking_for_more_than_there_is_fails_at_once_and_leaves_nothing(tiny_mod
     assert time.monotonic() - begin_s < settings["startup_timeout_s"] / 2
     for fact in ("12 CPU", "3 workers", f"{NUM_CPUS} CPU"):
         assert fact in str(caught.value)
-    wait_for(lambda: not named_actors("greedy"), "no actor is left")
+    wait_for(lambda: not actors_of("greedy"), "no actor is left")
 
 
 def test_a_model_that_is_not_there_is_said_as_what_it_is() -> None:
     with pytest.raises(ModelNotFound, match="no-such-folder"):
         Client(model="/no-such-folder", name="empty", **ENGINE)
-    wait_for(lambda: not named_actors("empty"), "no actor is left")
+    wait_for(lambda: not actors_of("empty"), "no actor is left")
 
 
 def test_a_start_that_takes_too_long_fails_and_leaves_nothing(tiny_model: str) -> None:
     settings = ENGINE | {"startup_timeout_s": 0.2}
     with pytest.raises(StartupFailed, match=r"within 0\.2 s"):
         Client(model=tiny_model, name="slow", **settings)
-    wait_for(lambda: not named_actors("slow"), "no actor is left")
+    wait_for(lambda: not actors_of("slow"), "no actor is left")
+
+
+def test_a_worker_that_dies_at_every_start_is_not_started_for_ever(tiny_model: str) -> None:
+    with pytest.raises(StartupFailed, match="max_worker_restarts=1"):
+        start_with(StillbornWorker, tiny_model, "stillborn", max_worker_restarts=1)
+    wait_for(lambda: not actors_of("stillborn"), "no actor is left")
+
+
+class StillbornWorker(WorkerActor):
+    """Dies while it loads its model."""
+
+    def reset(self, epoch: int) -> bytes:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset(epoch)
+
+
+class LastOfItsKind(WorkerActor):
+    """Only the first worker of an engine comes up; those after it die."""
+
+    def reset(self, epoch: int) -> bytes:
+        if self._worker_id != "worker-0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset(epoch)
+
+
+def start_with(
+    worker_class: type, model: str, name: str, **settings: Any
+) -> tuple[EngineConfig, EngineHandles]:
+    """Start an engine of one worker of this class."""
+    config = EngineConfig(model=model, name=name, **ENGINE | {"num_workers": 1} | settings)
+    spec, fleet = engine_spec(config)
+    fleet = dataclasses.replace(fleet, worker_class=worker_class)
+    spec = dataclasses.replace(spec, fleet=fleet)
+    scheduler = fleet.start_scheduler(SchedulerActor, CONCURRENCY_GROUPS, spec)
+    try:
+        ray.get(scheduler.ready.remote(), timeout=DEADLINE_S)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    return config, EngineHandles(scheduler, config.namespace, config.name)
+
+
+# --------------------------------------------------------------------------------------- losses
+
+
+@pytest.fixture(scope="module")
+def mortal(
+    local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """An engine whose parts may be killed: they come back by themselves."""
+    settings = ENGINE | {
+        "journal_path": str(tmp_path_factory.mktemp("journal") / "requests.db"),
+        "step_timeout_s": 3.0,
+        "num_blocks": 160,
+    }
+    with Client(model=tiny_model, name="mortal", **settings) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mortal: Client) -> list[RequestOutput]:
+    return mortal.generate(PROMPTS, PARAMS)
+
+
+def test_a_killed_worker_is_replaced_and_no_request_sees_it(
+    mortal: Client, undisturbed: list[RequestOutput]
+) -> None:
+    running = mortal.submit_many(PROMPTS, PARAMS)
+    victim = busy_worker(mortal)
+    os.kill(victim.pid, signal.SIGKILL)
+    assert_equal_bits(running, undisturbed)
+    wait_for(lambda: len(mortal.workers()) == 2, "another worker has joined")
+    assert victim.worker_id not in {worker.worker_id for worker in mortal.workers()}
 
 
 @pytest.mark.slow
-def test_vanished_clients_and_lost_workers(tiny_model: str) -> None:
-    """One engine's life: a client vanishes, a worker is killed, then the last one.
+def test_a_frozen_worker_is_found_ended_and_replaced(
+    mortal: Client, undisturbed: list[RequestOutput]
+) -> None:
+    running = mortal.submit_many(PROMPTS, PARAMS)
+    victim = busy_worker(mortal)
+    os.kill(victim.pid, signal.SIGSTOP)
+    assert_equal_bits(running, undisturbed)
+    wait_for(lambda: not is_running(victim.pid), "the frozen process has ended")
+    wait_for(lambda: len(mortal.workers()) == 2, "another worker has joined")
 
-    The client's requests are cancelled; what the first worker computed goes on at the second with
-    the same bits; with the last worker everything ends in an error, and nothing waits.
-    """
-    config = EngineConfig(model=tiny_model, name="mortal", **ENGINE)
-    with engine(config, client_grace_s=1.0) as handles:
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_store_comes_back_empty_and_is_used_again(
+    mortal: Client, undisturbed: list[RequestOutput], sign: int
+) -> None:
+    victim = pid_of("haversack-mortal-store")
+    num_lost = mortal.stats().scheduler.num_stores_lost
+    os.kill(victim, sign)
+    running = mortal.submit_many(PROMPTS, PARAMS)
+    for handle in running:
+        mortal.evict(handle.request_id)
+    assert_equal_bits(running, undisturbed)
+    wait_for(lambda: not is_running(victim), "the old process has ended")
+    wait_for(
+        lambda: mortal.stats().scheduler.num_stores_lost > num_lost,
+        "the scheduler has heard of it",
+    )
+    handle = mortal.submit(PROMPTS[0], PARAMS)
+    mortal.evict(handle.request_id)
+    assert_equal_bits([handle], undisturbed[:1])
+    wait_for(lambda: (mortal.stats().store or {}).get("num_saved_blocks", 0) > 0, "it is used")
+
+
+def test_a_killed_scheduler_comes_back_with_its_workers_and_requests(
+    mortal: Client, undisturbed: list[RequestOutput]
+) -> None:
+    """The engine needs nobody for that: here its client only waits."""
+    running = mortal.submit_many(PROMPTS, PARAMS)
+    before = {worker.worker_id: worker.pid for worker in mortal.workers()}
+    busy_worker(mortal)
+    os.kill(pid_of("haversack-mortal-scheduler"), signal.SIGKILL)
+    assert_equal_bits(running, undisturbed)
+    assert {worker.worker_id: worker.pid for worker in mortal.workers()} == before
+    assert mortal.stats().scheduler.num_requests_restored > 0
+
+
+@pytest.mark.slow
+def test_the_names_of_lost_workers_are_not_used_again_after_a_restart(
+    mortal: Client, undisturbed: list[RequestOutput]
+) -> None:
+    """A worker dies while there is no scheduler that could see it."""
+    running = mortal.submit_many(PROMPTS, PARAMS)
+    victim = busy_worker(mortal)
+    others = {worker.worker_id for worker in mortal.workers()} - {victim.worker_id}
+    os.kill(pid_of("haversack-mortal-scheduler"), signal.SIGKILL)
+    os.kill(victim.pid, signal.SIGKILL)
+    assert_equal_bits(running, undisturbed)
+    wait_for(lambda: len(mortal.workers()) == 2, "another worker has joined")
+    [new_id] = {worker.worker_id for worker in mortal.workers()} - others
+    number, old = (int(name.removeprefix("worker-")) for name in (new_id, victim.worker_id))
+    assert number > old
+
+
+def test_when_no_worker_comes_up_any_more_what_waits_ends_with_the_reason(tiny_model: str) -> None:
+    config, handles = start_with(LastOfItsKind, tiny_model, "lastborn", max_worker_restarts=2)
+    try:
+        with Client(name="lastborn", namespace=config.namespace, start=False) as client:
+            running = client.submit(PROMPT, LONG)
+            os.kill(busy_worker(client).pid, signal.SIGKILL)
+            with pytest.raises(EngineUnavailable, match="max_worker_restarts=2"):
+                running.result(timeout=DEADLINE_S)
+            with pytest.raises(EngineUnavailable):
+                client.submit(PROMPT)
+    finally:
+        kill_engine(handles)
+
+
+@pytest.mark.slow
+def test_a_drained_worker_ends_and_is_not_replaced(tiny_model: str) -> None:
+    with Client(model=tiny_model, name="shrinking", **ENGINE) as client:
+        expected = client.generate(PROMPTS, PARAMS)
+        running = client.submit_many(PROMPTS, PARAMS)
+        leaving = busy_worker(client)
+        client.drain(leaving.worker_id, 30.0)
+        assert_equal_bits(running, expected)
+        wait_for(lambda: not is_running(leaving.pid), "its process has ended")
+        assert len(client.workers()) == 1
+        assert len([name for name in actors_of("shrinking") if "worker" in name]) == 1
+
+
+@pytest.mark.slow
+def test_the_worker_of_a_node_that_is_to_go_moves_to_another_node(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """A spot notice: nobody asks for a drain, and yet nothing runs there when the node goes."""
+    said = run_script(
+        f"""
+        import subprocess, sys, time
+        from pathlib import Path
+        import ray
+        from ray.cluster_utils import Cluster
+        from cluster import Client, SamplingParams
+        from tests.engine.conftest import ENGINE, wait_for
+
+        nodes = Cluster(initialize_head=True, head_node_args={{"num_cpus": 0}})
+        ray.init(address=nodes.address, namespace="haversack-tests", log_to_driver=False)
+        spot = nodes.add_node(num_cpus=1)
+        params = SamplingParams(max_tokens=400, prompt_logprobs=1, seed=3, ignore_eos=True)
+        prompts = [[40 + (i * j) % 100 for j in range(90)] for i in range(1, 5)]
+        settings = ENGINE | {{"num_workers": 1, "cpus_per_worker": 1.0}}
+        with Client(model={tiny_model!r}, name="spot", **settings) as client:
+            expected = client.generate(prompts, params)
+            [leaving] = client.workers()
+            nodes.add_node(num_cpus=1)
+            running = client.submit_many(prompts, params)
+            subprocess.run(
+                [Path(sys.executable).parent / "ray", "drain-node", "--address", nodes.address,
+                 "--node-id", leaving.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
+                 "--reason-message", "spot notice", "--deadline-remaining-seconds", "60"],
+                check=True, capture_output=True,
+            )
+            for handle, wanted in zip(running, expected):
+                output = handle.result(timeout=120)
+                assert output.outputs == wanted.outputs
+                assert output.prompt_logprobs == wanted.prompt_logprobs
+            wait_for(lambda: [w.worker_id for w in client.workers()] == ["worker-1"], "it moved")
+            [there] = client.workers()
+            assert there.node_id != leaving.node_id
+            stats = client.stats().scheduler
+            assert stats.num_workers_drained == 1 and stats.num_workers_lost == 0, stats
+        ray.shutdown()
+        nodes.shutdown()
+        print("moved")
+        """,
+        tmp_path,
+    )
+    assert said.stdout.split() == ["moved"], said.stderr
+
+
+# ---------------------------------------------------------------------------------------- ending
+
+
+def test_when_an_engine_ends_no_actor_and_no_process_of_it_is_left(tiny_model: str) -> None:
+    with Client(model=tiny_model, name="passing", **ENGINE) as client:
+        pids = pids_of(client, "passing")
+        assert len(pids) == 4
+        assert all(is_running(pid) for pid in pids)
+        client.submit(PROMPT, LONG)
+    assert not actors_of("passing")
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "every process has ended")
+
+
+@pytest.mark.slow
+def test_an_engine_ends_when_the_client_that_started_it_has_gone(tiny_model: str) -> None:
+    """Its process was killed: nobody says that it leaves. Another client is told why."""
+    config = EngineConfig(
+        model=tiny_model, name="orphan", **ENGINE | {"num_workers": 1, "client_grace_s": 2.0}
+    )
+    with engine(config, owner_client_id="killed"):
+        with Client(name="orphan", namespace=config.namespace, start=False) as client:
+            running = client.submit_many([PROMPT] * 100, LONG)
+            with pytest.raises(EngineUnavailable, match="client that had started it"):
+                running[-1].result(timeout=DEADLINE_S)
+        wait_for(lambda: not actors_of("orphan"), "no actor is left")
+
+
+@pytest.mark.slow
+def test_a_client_that_vanishes_leaves_no_request_behind(tiny_model: str) -> None:
+    config = EngineConfig(
+        model=tiny_model, name="left", **ENGINE | {"num_workers": 1, "client_grace_s": 1.0}
+    )
+    with engine(config) as handles:
         ray.get(handles.scheduler.connect.remote("vanishing"))
         abandoned = Submission("abandoned", np.array(PROMPT, np.int32), LONG, seed=0)
         answer = ray.get(handles.scheduler.submit.remote("vanishing", encode([abandoned])))
         assert decode(answer, list[None]) == [None]
-        with Client(name="mortal", namespace=config.namespace, start=False) as client:
+        with Client(name="left", namespace=config.namespace, start=False) as client:
             wait_for(lambda: not client.requests(), "the vanished client's request ends")
             assert client.stats().scheduler.num_aborted == 1
 
-            params = SamplingParams(
-                max_tokens=60, prompt_logprobs=1, logprobs=1, seed=3, ignore_eos=True
-            )
-            prompts = [[40 + (i * j) % 100 for j in range(90)] for i in range(1, 7)]
-            expected = client.generate(prompts, params)
-            running = client.submit_many(prompts, params)
-            wait_for(
-                lambda: any(i.worker_id == "worker-0" for i in client.requests()),
-                "worker-0 has something to do",
-            )
-            kill_process(client.info.workers[0])
-            for handle, wanted in zip(running, expected, strict=True):
-                output = handle.result(timeout=DEADLINE_S)
-                assert output.outputs == wanted.outputs
-                assert output.prompt_logprobs == wanted.prompt_logprobs
-            assert client.stats().scheduler.num_workers_lost == 1
 
-            last = client.submit(PROMPT, LONG)
-            kill_process(client.info.workers[1])
-            with pytest.raises(EngineUnavailable, match="last worker"):
-                last.result(timeout=DEADLINE_S)
-            with pytest.raises(EngineUnavailable):
-                client.submit(PROMPT)
-
-
-def test_when_the_scheduler_dies_every_handle_ends_within_seconds(tiny_model: str) -> None:
+def test_when_the_scheduler_is_ended_every_handle_ends_within_seconds(tiny_model: str) -> None:
     config = EngineConfig(model=tiny_model, name="headless", **ENGINE | {"num_workers": 1})
     with engine(config) as handles:
         client = Client(name="headless", namespace=config.namespace, start=False)
@@ -136,11 +392,12 @@ def test_when_the_scheduler_dies_every_handle_ends_within_seconds(tiny_model: st
         client.close()
 
 
-def test_waiting_polls_keep_no_control_call_from_starting() -> None:
+def test_waiting_polls_keep_no_control_call_from_starting(tiny_model: str) -> None:
     """Far more polls wait than Ray starts at once, and the calls that matter still get through."""
-    decorate: Any = ray.remote(num_cpus=0, concurrency_groups={"poll": 8, "control": 4})
-    scheduler = decorate(SchedulerActor).remote("none", {})
-    ray.get(scheduler.start.remote(encode(SchedulerConfig()), None), timeout=DEADLINE_S)
+    config = EngineConfig(model=tiny_model, name="crowded", **ENGINE | {"num_workers": 1})
+    spec, fleet = engine_spec(config)
+    scheduler = fleet.start_scheduler(SchedulerActor, {"poll": 8, "control": 4}, spec)
+    ray.get(scheduler.ready.remote(), timeout=DEADLINE_S)
     polls = []
     for index in range(1000):
         if index < 20:
@@ -152,6 +409,7 @@ def test_waiting_polls_keep_no_control_call_from_starting() -> None:
             ("requests", ()),
             ("cancel", (["nobody"],)),
             ("evict", (["nobody"],)),
+            ("workers", ()),
             ("connect", ("late",)),
         ):
             ray.get(getattr(scheduler, method).remote(*arguments), timeout=5)
@@ -160,13 +418,14 @@ def test_waiting_polls_keep_no_control_call_from_starting() -> None:
         answers = ray.get(polls, timeout=DEADLINE_S)
         assert decode(answers[-1], PollAnswer).closed is not None
     finally:
-        ray.kill(scheduler)
+        kill_engine(EngineHandles(scheduler, config.namespace, config.name))
 
 
 @pytest.mark.slow
 def test_a_script_starts_and_ends_its_own_ray(tiny_model: str, tmp_path: Path) -> None:
     """No Ray to join: the client starts one, and nothing of it is left when the script ends."""
-    script = f"""
+    done = run_script(
+        f"""
         import ray
         from cluster import Client, SamplingParams, submit
         with Client(model={tiny_model!r}, num_workers=1, device="cpu", cpus_per_worker=0.1,
@@ -174,15 +433,7 @@ def test_a_script_starts_and_ends_its_own_ray(tiny_model: str, tmp_path: Path) -
             output = submit([65, 66, 67], SamplingParams(max_tokens=3)).result(timeout=60)
             print(len(output.outputs[0].token_ids))
         print(ray.is_initialized())
-    """
-    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
+        """,
+        tmp_path,
     )
     assert done.stdout.split() == ["3", "False"], done.stderr

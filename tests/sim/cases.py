@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from scheduler.actions import AnyAction, SaveBlocks
 from scheduler.config import SchedulerConfig
 from scheduler.logprobs import Logprobs
 from scheduler.sampling_params import SamplingParams
 from tests.sim.engine import Result, SimEngine
-from tests.sim.fake_runner import EOS, POISON, VOCAB_SIZE, FakeRunner, expected_output
+from tests.sim.fake_runner import EOS, POISON, VOCAB_SIZE, FakeRunner, _mix, expected_output
 
 BLOCK_SIZE = 4
 CHUNK = 8
@@ -121,3 +122,37 @@ def finish(engine: SimEngine, *names: str) -> None:
     for name in names:
         check(engine, name)
     check_idle(engine)
+
+
+def computed_kv(tokens: list[int]) -> np.ndarray:
+    """The KV of a prompt's full blocks, [blocks, block size]."""
+    values, parent = [], 0
+    for token in tokens[: len(tokens) // BLOCK_SIZE * BLOCK_SIZE]:
+        parent = _mix(parent, token)
+        values.append(parent)
+    return np.asarray(values, np.uint64).reshape(-1, BLOCK_SIZE)
+
+
+def stored_kv(engine: SimEngine, save: SaveBlocks) -> np.ndarray:
+    """What the store holds of a save, [leading blocks, block size]."""
+    hit = engine.store.lookup(
+        "reader",
+        save.block_hashes,
+        num_readable_tokens=10**6,
+        num_own_tokens=0,
+        skip_reading_prefix_cache=False,
+    )
+    rows = engine.store.segments_of("reader", save.block_hashes)
+    assert len(rows) * BLOCK_SIZE == hit.num_hit_tokens
+    data = [engine.data[row.segment_id][row.row] for row in rows]
+    engine.store.release("reader", forget=True)
+    return np.array(data).view(np.uint64)
+
+
+def hold_back(engine: SimEngine, kind: type[AnyAction]) -> list[AnyAction]:
+    """Complete everything but actions of one kind; return those that wait."""
+    while True:
+        index = next((i for i, a in enumerate(engine.pending) if not isinstance(a, kind)), None)
+        if index is None:
+            return list(engine.pending)
+        engine.complete(index)

@@ -1,8 +1,9 @@
 """An engine in one process: the real core and the real store index, without Ray.
 
 Actions wait in a list until the test completes one, in any order it likes, or lets one fail.
-Blocks are read and written when an operation completes, as late as can be, so that a block that
-is reused too early is seen.
+Blocks are written when an operation completes, as late as can be, and read both then and when it
+was asked for: what has changed in between arrives as garbage. So a block that is reused too early,
+or copied before it is complete, is seen.
 """
 
 from __future__ import annotations
@@ -16,39 +17,57 @@ from typing import Protocol
 import numpy as np
 
 from offload_store.store import OffloadStore
+from scheduler.actions import (
+    AnyAction,
+    CopyBlocks,
+    Emit,
+    LoadBlocks,
+    LookupBlocks,
+    Record,
+    RecordFinished,
+    RecordProgress,
+    RecordSubmitted,
+    Refuse,
+    ReleaseBlocks,
+    RunBatch,
+    SaveBlocks,
+    StopWorker,
+)
 from scheduler.codec import decode, encode, int_array
 from scheduler.config import SchedulerConfig
 from scheduler.errors import HaversackError, RequestFailed, from_wire
-from scheduler.logprobs import Logprobs
-from scheduler.messages import (
-    AnyAction,
+from scheduler.events import (
     AnyEvent,
     BatchDone,
     BatchFailed,
-    Emit,
+    CopyDone,
+    DrainRequested,
     EvictRequested,
-    LoadBlocks,
     LoadDone,
     LoadFailed,
-    LookupBlocks,
     LookupDone,
-    ModelRunnerOutput,
-    OutputDelta,
-    Refuse,
-    ReleaseBlocks,
+    MigrateRequested,
     RequestCancelled,
+    RequestRestored,
     RequestSubmitted,
-    RunBatch,
-    SaveBlocks,
     SaveDone,
     SaveFailed,
+    StoreLost,
+    Tick,
+    WorkerExpected,
+    WorkerJoined,
+    WorkerLost,
+    WorkerNotComing,
+)
+from scheduler.logprobs import Logprobs
+from scheduler.messages import (
+    ModelRunnerOutput,
+    OutputDelta,
     SchedulerOutput,
     Submission,
     WorkerInfo,
-    WorkerJoined,
-    WorkerLost,
 )
-from scheduler.request import FinishReason, RequestStats
+from scheduler.request import FinishReason, Request, RequestStats
 from scheduler.sampling_params import SamplingParams
 from scheduler.state import SchedulerState
 
@@ -61,6 +80,8 @@ class Runner(Protocol):
     def read_blocks(self, block_ids: Sequence[int]) -> np.ndarray: ...
 
     def write_blocks(self, block_ids: Sequence[int], data: np.ndarray) -> None: ...
+
+    def forget_all(self) -> None: ...
 
 
 @dataclass
@@ -75,20 +96,38 @@ class Result:
     error: HaversackError | None = None
     stats: RequestStats | None = None
     num_prompt_deltas: int = 0
+    may_repeat: bool = False
+    """Whether the client has connected again, so that it is told things twice."""
 
     def take(self, delta: OutputDelta) -> None:
-        if self.finish_reason is not None:
+        if self.finish_reason is not None and not self.may_repeat:
             raise AssertionError("told something after its end")
+        known = len(self.token_ids) - delta.num_previous_tokens
+        if known < 0 or (known and not self.may_repeat):
+            raise AssertionError(f"{delta.num_previous_tokens} tokens before, {known} too many")
         if delta.new_token_ids is not None:
-            self.token_ids += delta.new_token_ids.tolist()
-        if delta.new_logprobs is not None and delta.new_logprobs.num_rows:
-            self.logprobs.append(delta.new_logprobs)
+            self._compare(self.token_ids[delta.num_previous_tokens :], delta.new_token_ids)
+            self.token_ids += delta.new_token_ids[known:].tolist()
+        if delta.new_logprobs is not None and delta.new_logprobs.num_rows > known:
+            self.logprobs.append(delta.new_logprobs[known:])
         if delta.prompt_logprobs is not None:
+            if self.prompt_logprobs is not None and self.may_repeat:
+                if not self.prompt_logprobs.same_bits(delta.prompt_logprobs):
+                    raise AssertionError("prompt rows came again with other bits")
+                self.num_prompt_deltas -= 1
             self.prompt_logprobs = delta.prompt_logprobs
             self.num_prompt_deltas += 1
+        if self.finish_reason is not None and delta.finish_reason is None:
+            return
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.error = from_wire(delta.error) if delta.error is not None else None
         self.stats = delta.stats
+
+    @staticmethod
+    def _compare(known: list[int], again: np.ndarray) -> None:
+        common = min(len(known), len(again))
+        if known[:common] != again[:common].tolist():
+            raise AssertionError("tokens came again and were others")
 
     def bits(self) -> bytes:
         """Return everything that must not depend on what the request went through."""
@@ -111,14 +150,14 @@ class SimEngine:
     ) -> None:
         self.config = config
         self.state = SchedulerState(config)
-        self.store = OffloadStore(
-            store_bytes,
-            block_bytes,
-            config.block_size,
-            segment_bytes=segment_blocks * block_bytes,
-            on_drop=lambda segment_id: self.data.pop(segment_id, None),
-        )
-        self.data: dict[int, np.ndarray] = {}
+        self._store_arguments = (store_bytes, block_bytes, config.block_size)
+        self._segment_bytes = segment_blocks * block_bytes
+        self._start_store()
+        self.infos: dict[str, WorkerInfo] = {}
+        self.expected: dict[str, int] = {}
+        """Workers that are being started -> their blocks."""
+        self.past_recomputed_rows = 0
+        """Rows that schedulers before the present one had computed again."""
         self.runners: dict[str, Runner] = {}
         self.pending: list[AnyAction] = []
         self.log: list[AnyAction] = []
@@ -126,10 +165,29 @@ class SimEngine:
         self.results: dict[tuple[str, int], Result] = {}
         self.refused: dict[int, HaversackError] = {}
         self.submissions: dict[str, Submission] = {}
+        self.journal: dict[str, Request] = {}
+        """What a restarted scheduler finds of the requests that had not ended."""
+        self.written_results: dict[str, Request] = {}
+        self.journal_lag = 0
+        """Turns whose records are still to be written at any time, and are lost with the
+        scheduler."""
+        self._unwritten: deque[list[Record]] = deque()
+        self._first_reads: dict[int, np.ndarray] = {}
+        """Operation -> what its blocks held when it was asked for."""
+        self.stopped: list[str] = []
+        """Workers that were stopped after a drain."""
         self._validate = validate
         self._store_queues: dict[str, deque[AnyAction]] = {}
         self._now_s = 0.0
         self._tickets = 0
+
+    def _start_store(self) -> None:
+        self.data: dict[int, np.ndarray] = {}
+        self.store = OffloadStore(
+            *self._store_arguments,
+            segment_bytes=self._segment_bytes,
+            on_drop=lambda segment_id: self.data.pop(segment_id, None),
+        )
 
     # -------------------------------------------------------------------------- what happens
 
@@ -143,11 +201,26 @@ class SimEngine:
         self.log += actions
         for action in actions:
             self._take(action)
+        self._unwritten.append([action for action in actions if isinstance(action, Record)])
+        while len(self._unwritten) > self.journal_lag:
+            self._write(self._unwritten.popleft())
         return actions
 
     def join(self, runner: Runner, info: WorkerInfo) -> None:
         self.runners[info.worker_id] = runner
+        self.infos[info.worker_id] = info
+        self.expected.pop(info.worker_id, None)
         self.handle(WorkerJoined(info, time_s=self._now_s))
+
+    def expect(self, worker_id: str, num_blocks: int) -> None:
+        """A worker is being started."""
+        self.expected[worker_id] = num_blocks
+        self.handle(WorkerExpected(worker_id, num_blocks, time_s=self._now_s))
+
+    def give_up(self, worker_id: str) -> None:
+        """A worker that was being started won't come."""
+        del self.expected[worker_id]
+        self.handle(WorkerNotComing(worker_id, "no node has room", time_s=self._now_s))
 
     def lose(self, worker_id: str) -> None:
         """A worker dies: its step never answers; the store finds out when it calls the worker."""
@@ -155,7 +228,73 @@ class SimEngine:
         self.pending = [
             a for a in self.pending if not (isinstance(a, RunBatch) and a.worker_id == worker_id)
         ]
+        # A copy to it is not answered; one from it is, when the target has given it up.
+        self.pending = [
+            a for a in self.pending if not (isinstance(a, CopyBlocks) and a.target_id == worker_id)
+        ]
         self.handle(WorkerLost(worker_id, "killed", time_s=self._now_s))
+
+    def tick(self, seconds: float = 1.0) -> None:
+        """Let time pass."""
+        self._now_s += seconds
+        self.handle(Tick(time_s=self._now_s))
+
+    def migrate(self, request_id: str, worker_id: str) -> HaversackError | None:
+        """Ask for a move, and return why it was refused, if it was."""
+        self._tickets += 1
+        self.handle(MigrateRequested(request_id, worker_id, self._tickets, time_s=self._now_s))
+        return self.refused.get(self._tickets)
+
+    def drain(self, worker_id: str, seconds: float = 10.0) -> None:
+        self._tickets += 1
+        deadline_s = self._now_s + seconds
+        self.handle(DrainRequested(worker_id, deadline_s, self._tickets, time_s=self._now_s))
+
+    def lose_store(self) -> None:
+        """The store dies and comes back empty: whatever was asked of it has failed."""
+        self._start_store()
+        kinds = (LookupBlocks, LoadBlocks, SaveBlocks, ReleaseBlocks)
+        asked = [a for a in self.pending if isinstance(a, kinds)]
+        asked += [a for queue in self._store_queues.values() for a in queue if a not in asked]
+        self.pending = [a for a in self.pending if not isinstance(a, kinds)]
+        self._store_queues.clear()
+        events: list[AnyEvent] = []
+        for action in asked:
+            match action:
+                case LookupBlocks():
+                    events.append(LookupDone(action.op_id, 0, time_s=self._now_s))
+                case LoadBlocks():
+                    events.append(LoadFailed(action.op_id, "store lost", time_s=self._now_s))
+                case SaveBlocks():
+                    events.append(SaveFailed(action.op_id, "store lost", time_s=self._now_s))
+        self.handle(*events, StoreLost(time_s=self._now_s))
+
+    def restart_scheduler(self) -> None:
+        """The scheduler dies and starts again from the journal; workers and store live on.
+
+        What was under way is refused by the workers, which serve the new scheduler only.
+        """
+        stats = self.state.stats()
+        self.past_recomputed_rows += stats.num_recomputed_rows
+        self.state = SchedulerState(self.config)
+        self.pending.clear()
+        self._store_queues.clear()
+        self._unwritten.clear()
+        self._first_reads.clear()
+        self.store.retain(self.journal)
+        for result in self.results.values():
+            result.may_repeat = True
+        infos = {worker_id: self.infos[worker_id] for worker_id in self.runners}
+        sizes = {**{i.worker_id: i.num_blocks for i in infos.values()}, **self.expected}
+        expected = [WorkerExpected(n, size, time_s=self._now_s) for n, size in sizes.items()]
+        requests = sorted(self.journal.values(), key=lambda r: r.arrival)
+        restored = [
+            RequestRestored(Request.decode(r.encode()), time_s=self._now_s) for r in requests
+        ]
+        self.handle(*expected, *restored)
+        for worker_id, runner in self.runners.items():
+            runner.forget_all()
+            self.handle(WorkerJoined(infos[worker_id], time_s=self._now_s))
 
     def submit(
         self,
@@ -166,10 +305,12 @@ class SimEngine:
         seed: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> HaversackError | None:
         """Submit, and return why it was refused, if it was."""
+        tokens = int_array(list(prompt))
         return self.submit_all(
-            Submission(request_id, int_array(list(prompt)), params, seed, priority, cache_salt)
+            Submission(request_id, tokens, params, seed, priority, cache_salt, timeout_s)
         )[0]
 
     def submit_all(self, *submissions: Submission) -> list[HaversackError | None]:
@@ -219,7 +360,7 @@ class SimEngine:
 
     def settle(self) -> None:
         """Complete store operations until only steps are pending."""
-        store_kinds = (LookupBlocks, LoadBlocks, SaveBlocks, ReleaseBlocks)
+        store_kinds = (LookupBlocks, LoadBlocks, SaveBlocks, ReleaseBlocks, CopyBlocks)
         while (index := self.index_of(*store_kinds)) is not None:
             self.complete(index)
 
@@ -264,6 +405,17 @@ class SimEngine:
             case ReleaseBlocks():
                 self.store.release(action.request_id, forget=action.forget)
                 self._next_for_store(action)
+            case CopyBlocks():
+                self._copy(action, len(action.source_block_ids))
+
+    def _copy(self, action: CopyBlocks, count: int) -> None:
+        source, target = self.runners.get(action.source_id), self.runners[action.target_id]
+        if source is None:
+            count = 0
+        else:
+            data = self._read(action.op_id, source, action.source_block_ids)
+            target.write_blocks(action.target_block_ids[:count], data[:count])
+        self.handle(CopyDone(action.op_id, count, time_s=self._now_s))
 
     def fail(self, index: int = 0, *, num_done: int = 0) -> None:
         """Let a pending action fail, or a load stop after `num_done` blocks."""
@@ -291,6 +443,8 @@ class SimEngine:
                 for segment in plan.segments:
                     self.store.complete_save(segment.segment_id, ok=False)
                 self._answer(action, SaveFailed(action.op_id, "boom", time_s=self._now_s))
+            case CopyBlocks():
+                self._copy(action, min(num_done, len(action.source_block_ids) - 1))
             case _:
                 self.pending.insert(index, action)
                 self.complete(index)
@@ -307,32 +461,67 @@ class SimEngine:
         plan = self.store.prepare_save(
             action.request_id, action.block_hashes, owned=action.owned, replace=action.replace
         )
-        runner = self.runners[action.worker_id]
+        data = self._read(action.op_id, self.runners[action.worker_id], action.block_ids)
         copied = 0
         for segment in plan.segments:
-            ids = [action.block_ids[i] for i in segment.block_indices]
-            self.data[segment.segment_id] = np.array(runner.read_blocks(ids))
+            self.data[segment.segment_id] = data[list(segment.block_indices)]
             self.store.complete_save(segment.segment_id, ok=True)
-            copied += len(ids)
+            copied += len(segment.block_indices)
         saved = self.store.num_saved_blocks(plan)
         self._answer(action, SaveDone(action.op_id, saved, copied, time_s=self._now_s))
 
     # ------------------------------------------------------------------------------- plumbing
 
+    def _read(self, op_id: int, runner: Runner, block_ids: Sequence[int]) -> np.ndarray:
+        """Return what the blocks hold, with other bytes wherever that was not there all along."""
+        data = np.array(runner.read_blocks(block_ids))
+        changed = data != self._first_reads.pop(op_id)
+        data[changed] ^= 0xA5
+        return data
+
     def _take(self, action: AnyAction) -> None:
+        match action:
+            case (
+                CopyBlocks(source_id=worker_id, source_block_ids=block_ids)
+                | SaveBlocks(worker_id=worker_id, block_ids=block_ids)
+            ):
+                data = np.array(self.runners[worker_id].read_blocks(block_ids))
+                self._first_reads[action.op_id] = data
         match action:
             case Emit(delta=delta):
                 self.results.setdefault((delta.request_id, delta.index), Result()).take(delta)
             case Refuse(ticket=ticket, error=error):
                 self.refused[ticket] = from_wire(error)
-            case RunBatch():
+            case RunBatch() | CopyBlocks():
                 self.pending.append(action)
+            case StopWorker(worker_id=worker_id):
+                del self.runners[worker_id]
+                self.stopped.append(worker_id)
             case LookupBlocks() | LoadBlocks() | SaveBlocks() | ReleaseBlocks():
                 # The store sees the calls about one request in order, one at a time.
                 queue = self._store_queues.setdefault(action.request_id, deque())
                 queue.append(action)
                 if len(queue) == 1:
                     self.pending.append(action)
+
+    def _write(self, records: list[Record]) -> None:
+        for record in records:
+            match record:
+                case RecordSubmitted():
+                    self.journal[record.request_id] = Request.decode(record.request)
+                case RecordProgress():
+                    self.journal[record.request_id].advance(
+                        record.num_computed_tokens,
+                        record.rows,
+                        record.sampled_token_id,
+                        record.sampled_logprobs,
+                    )
+                case RecordFinished():
+                    request = self.journal.pop(record.request_id)
+                    request.finish_reason = record.finish_reason
+                    request.stop_reason, request.error = record.stop_reason, record.error
+                    request.stats = record.stats
+                    self.written_results[record.request_id] = request
 
     def _answer(self, action: AnyAction, event: AnyEvent) -> None:
         self._next_for_store(action)

@@ -41,13 +41,10 @@ def _mix(parent: int, token: int) -> int:
 def _row(total: int, actual: int, k: int) -> tuple[list[int], list[float], list[int]]:
     """Return (token ids, logprobs, ranks) of a made-up but honest distribution."""
     shift = total % VOCAB_SIZE
-    logprobs = {
-        token: np.float32(-0.25 * ((token + shift) % VOCAB_SIZE) - (total % 997) / 1000)
-        for token in range(VOCAB_SIZE)
-    }
-    ordered = sorted(range(VOCAB_SIZE), key=lambda t: (-logprobs[t], t))
-    tokens = [actual, *ordered[:k]]
-    return tokens, [float(logprobs[t]) for t in tokens], [ordered.index(t) + 1 for t in tokens]
+    tokens = [actual, *((place - shift) % VOCAB_SIZE for place in range(k))]
+    places = [(token + shift) % VOCAB_SIZE for token in tokens]
+    logprobs = [float(np.float32(-0.25 * p - (total % 997) / 1000)) for p in places]
+    return tokens, logprobs, [p + 1 for p in places]
 
 
 def _rows(totals: Sequence[int], actuals: Sequence[int], k: int) -> Logprobs:
@@ -107,6 +104,9 @@ class FakeRunner:
 
     def write_blocks(self, block_ids: Sequence[int], data: np.ndarray) -> None:
         self.kv[list(block_ids)] = np.ascontiguousarray(data).view(np.uint64)
+
+    def forget_all(self) -> None:
+        self.tracked.clear()
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in output.released_request_ids:

@@ -7,63 +7,26 @@ import random
 import numpy as np
 import pytest
 
+from scheduler.actions import LoadBlocks, LookupBlocks, SaveBlocks
 from scheduler.errors import NumericalError
-from scheduler.messages import (
-    AnyAction,
-    LoadBlocks,
-    LookupBlocks,
-    LookupDone,
-    SaveBlocks,
-)
+from scheduler.events import LookupDone
 from scheduler.request import FinishReason
 from tests.sim.cases import (
     BLOCK_SIZE,
     check,
     check_idle,
+    computed_kv,
     fake_engine,
     finish,
     generating,
+    hold_back,
     prompt,
     scoring,
+    stored_kv,
 )
-from tests.sim.engine import SimEngine
-from tests.sim.fake_runner import POISON, FakeRunner, _mix
+from tests.sim.fake_runner import POISON, FakeRunner
 
 N = 21
-
-
-def computed_kv(tokens: list[int]) -> np.ndarray:
-    """The KV of a prompt's full blocks, [blocks, block size]."""
-    values, parent = [], 0
-    for token in tokens[: len(tokens) // BLOCK_SIZE * BLOCK_SIZE]:
-        parent = _mix(parent, token)
-        values.append(parent)
-    return np.asarray(values, np.uint64).reshape(-1, BLOCK_SIZE)
-
-
-def stored_kv(engine: SimEngine, save: SaveBlocks) -> np.ndarray:
-    """What the store holds of a save, [leading blocks, block size]."""
-    hit = engine.store.lookup(
-        "reader",
-        save.block_hashes,
-        num_readable_tokens=10**6,
-        num_own_tokens=0,
-        skip_reading_prefix_cache=False,
-    )
-    rows = engine.store.segments_of("reader", save.block_hashes)
-    assert len(rows) * BLOCK_SIZE == hit.num_hit_tokens
-    data = [engine.data[row.segment_id][row.row] for row in rows]
-    engine.store.release("reader", forget=True)
-    return np.array(data).view(np.uint64)
-
-
-def hold_back(engine: SimEngine, kind: type[AnyAction]) -> list[AnyAction]:
-    """Complete everything but actions of one kind; return those that wait."""
-    while True:
-        index = next((i for i, a in enumerate(engine.pending) if not isinstance(a, kind)), None)
-        if index is None:
-            return list(engine.pending)
-        engine.complete(index)
 
 
 # ----------------------------------------------------------------------------- bypass and keys

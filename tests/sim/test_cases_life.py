@@ -7,9 +7,10 @@ import random
 import msgspec
 import pytest
 
+from scheduler.actions import Emit, RunBatch
 from scheduler.codec import int_array
 from scheduler.errors import DuplicateRequest, InvalidRequest, RequestTooLarge
-from scheduler.messages import Emit, RunBatch, Submission
+from scheduler.messages import Submission
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.sampling_params import SamplingParams
 from tests.sim.cases import (
@@ -96,11 +97,14 @@ def test_two_thousand_requests_leave_idle_usage_flat_and_nothing_behind() -> Non
         for i in range(20):
             name = f"r{batch}-{i}"
             params = scoring(k=0, max_tokens=1) if i % 3 else generating(2, n=1 + i % 2)
-            engine.submit(name, prompt(3 + i, seed=rng.randrange(50)), params, priority=i % 2)
+            seed = rng.randrange(50)
+            engine.submit(name, prompt(3 + i, seed), params, priority=i % 2, timeout_s=1e6)
             if i % 7 == 0:
                 engine.cancel(name)
             if i % 5 == 0:
                 engine.evict(name)
+            if i % 4 == 1:
+                engine.migrate(name, f"w{i % 2}")
         engine.run(rng)
         engine.state.validate()
         check_idle(engine)
@@ -114,10 +118,12 @@ def test_two_thousand_requests_leave_idle_usage_flat_and_nothing_behind() -> Non
 def containers_of(engine: SimEngine) -> dict[str, int]:
     """Sizes of everything in core and store that could grow, the store's bounded index aside."""
     core, store = engine.state._core, engine.store
-    sizes = {f"core.{f}": len(getattr(core, f)) for f in ("requests", "families", "ops", "actions")}
+    names = ("requests", "families", "ops", "actions", "expected", "wanted_elsewhere")
+    sizes = {f"core.{name}": len(getattr(core, name)) for name in names}
     sizes["core._waiting"] = max(len(core._waiting) - 64, 0)
+    sizes["core._deadlines"] = max(len(core._deadlines) - 128, 0)
     for worker in core.workers.values():
-        for name in ("residents", "in_flight", "released_request_ids"):
+        for name in ("residents", "incoming", "in_flight", "released_request_ids"):
             sizes[f"{worker.id}.{name}"] = len(getattr(worker, name))
         sizes[f"{worker.id}.told"] = max(len(worker.told_released_ids) - 64, 0)
         sizes[f"{worker.id}.pool"] = max(len(worker.pool._hash_of) - worker.pool.num_blocks, 0)
@@ -134,9 +140,25 @@ def test_every_container_of_the_core_is_looked_at_for_growth() -> None:
     worker = core.workers["w0"]
     growing = (list, dict, set)
     found = {f for f in core.__slots__ if isinstance(getattr(core, f), growing)}
-    assert found == {"workers", "requests", "families", "ops", "actions", "_waiting"}
+    assert found == {
+        "workers",
+        "requests",
+        "families",
+        "ops",
+        "actions",
+        "expected",
+        "wanted_elsewhere",
+        "_waiting",
+        "_deadlines",
+    }
     found = {f for f in worker.__slots__ if isinstance(getattr(worker, f), growing)}
-    assert found == {"residents", "in_flight", "released_request_ids", "told_released_ids"}
+    assert found == {
+        "residents",
+        "incoming",
+        "in_flight",
+        "released_request_ids",
+        "told_released_ids",
+    }
 
 
 def test_a_request_refused_with_its_prefix_in_the_cache_keeps_no_reference() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import ChunkResult, Emit, EvictRequested, ModelRunnerOutput, RunBatch
+from scheduler.actions import Emit, RunBatch
+from scheduler.events import EvictRequested
+from scheduler.messages import ChunkResult, ModelRunnerOutput
 from scheduler.request import FinishReason
 from tests.sim.cases import (
     BLOCK_SIZE,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.actions import RunBatch
 from scheduler.config import SchedulerConfig
-from scheduler.messages import RunBatch
 from scheduler.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.sim.engine import SimEngine
@@ -230,6 +230,40 @@ def test_a_worker_lost_in_mid_prefill_or_decode_changes_no_bit(
         engine.lose("w0")
         engine.run()
         assert engine.result("a").stats.num_workers_lost == 1
+        assert bits(engine, "a") == right(kind, dtype)
+
+
+@each_model
+@pytest.mark.parametrize("chunk", [40, pytest.param(17, marks=slow)])
+def test_a_move_that_begins_after_any_chunk_changes_no_bit(
+    load: Load, right, kind: str, dtype: str, chunk: int
+) -> None:
+    """The partial block moves as well: nothing is computed again. (Later than that, the request
+    has ended before its last blocks are there.)"""
+    total = -(-LENGTH // chunk) + NUM_TOKENS - 1
+    for count in range(1, total - 3):
+        engine = real_engine(load(kind, dtype), 2, chunk=chunk)
+        submit(engine, "a")
+        for _ in range(count):
+            engine.step()
+        assert engine.migrate("a", "w1") is None
+        engine.run()
+        assert bits(engine, "a") == right(kind, dtype)
+        stats = engine.result("a").stats
+        assert (stats.num_migrations, stats.num_recomputed_tokens) == (1, 0)
+
+
+@each_model
+def test_a_scheduler_lost_after_any_step_changes_no_bit(
+    load: Load, right, kind: str, dtype: str
+) -> None:
+    for count in (1, 3, 5):
+        engine = real_engine(load(kind, dtype), 2, chunk=40, enable_journal=True)
+        submit(engine, "a")
+        for _ in range(count):
+            engine.step()
+        engine.restart_scheduler()
+        engine.run()
         assert bits(engine, "a") == right(kind, dtype)
 
 

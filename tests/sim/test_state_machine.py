@@ -8,14 +8,21 @@ at the end every result is compared with what the request must come to without a
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from scheduler.actions import RunBatch
 from scheduler.config import SchedulerConfig
-from scheduler.errors import HaversackError, NumericalError, RequestTooLarge
-from scheduler.messages import RunBatch
+from scheduler.errors import (
+    CannotMigrate,
+    DeadlineExceeded,
+    HaversackError,
+    NumericalError,
+    RequestTooLarge,
+)
 from scheduler.request import FinishReason
 from scheduler.sampling_params import SamplingParams
 from tests.sim.engine import SimEngine
@@ -52,6 +59,9 @@ class EngineMachine(RuleBasedStateMachine):
         store_blocks=st.sampled_from([0, 6, 40]),
         save_finished=st.booleans(),
         enable_prefix_caching=st.booleans(),
+        enable_migration=st.booleans(),
+        enable_journal=st.booleans(),
+        save_segment_tokens=st.sampled_from([0, 4, 9]),
     )
     def start(
         self,
@@ -62,6 +72,9 @@ class EngineMachine(RuleBasedStateMachine):
         store_blocks: int,
         save_finished: bool,
         enable_prefix_caching: bool,
+        enable_migration: bool,
+        enable_journal: bool,
+        save_segment_tokens: int,
     ) -> None:
         self.num_blocks = num_blocks
         self.engine = SimEngine(
@@ -75,6 +88,9 @@ class EngineMachine(RuleBasedStateMachine):
                 enable_offload=store_blocks > 0,
                 save_finished=save_finished,
                 enable_prefix_caching=enable_prefix_caching,
+                enable_migration=enable_migration,
+                enable_journal=enable_journal,
+                save_segment_tokens=save_segment_tokens,
             ),
             block_bytes=BLOCK_SIZE * 8,
             store_bytes=store_blocks * BLOCK_SIZE * 8,
@@ -82,13 +98,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_joined = 0
         self.num_submitted = 0
         self.unhappy: set[str] = set()
-        """Requests that were in a batch which was made to fail."""
+        """Requests that failed alone in a batch, or died with one worker after the other."""
+        self.lone_deaths: Counter[str] = Counter()
+        """Request -> workers that were lost while they computed it alone, since it got on."""
         self.cancelled: set[str] = set()
         for _ in range(num_workers):
             self.join()
 
     @rule()
-    @precondition(lambda self: len(self.engine.runners) < 3)
+    @precondition(lambda self: len(self.engine.runners) + len(self.engine.expected) < 3)
     def join(self) -> None:
         runner = FakeRunner(f"w{self.num_joined}", self.num_blocks, BLOCK_SIZE)
         self.num_joined += 1
@@ -100,20 +118,37 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from([None, None, ""]),
         is_poisonous=st.sampled_from([False] * 9 + [True]),
+        timeout_s=st.sampled_from([None, None, None, 1.5]),
     )
-    def submit(self, prompt, params, priority, salt, is_poisonous) -> None:
+    def submit(self, prompt, params, priority, salt, is_poisonous, timeout_s) -> None:
         if is_poisonous:
             prompt = [*prompt, POISON]
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
         refused = self.engine.submit(
-            name, prompt, params, seed=self.num_submitted, priority=priority, cache_salt=salt
+            name,
+            prompt,
+            params,
+            seed=self.num_submitted,
+            priority=priority,
+            cache_salt=salt,
+            timeout_s=timeout_s,
         )
         num_kv_tokens = len(prompt) + max(min(params.max_tokens, 31 - len(prompt)) - 1, 0)
         if len(prompt) > 30 or num_kv_tokens > self.num_blocks * BLOCK_SIZE:
             assert isinstance(refused, RequestTooLarge)
         else:
             assert refused is None
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.live)
+    def submit_again(self, data) -> None:
+        """A client connects again and sends what has not ended for it."""
+        name = data.draw(st.sampled_from(self.engine.live)).split("#")[0]
+        submission = self.engine.submissions[name]
+        for index in range(submission.sampling_params.n):
+            self.engine.result(name, index).may_repeat = True
+        assert self.engine.submit_all(submission) == [None]
 
     @rule(data=st.data())
     @precondition(lambda self: self.engine.live)
@@ -132,8 +167,23 @@ class EngineMachine(RuleBasedStateMachine):
     def complete(self, data, count) -> None:
         for _ in range(count):
             if self.engine.pending:
-                last = len(self.engine.pending) - 1
-                self.engine.complete(data.draw(st.integers(0, last)))
+                index = data.draw(st.integers(0, len(self.engine.pending) - 1))
+                self.complete_one(index)
+
+    def complete_one(self, index: int) -> None:
+        action = self.engine.pending[index]
+        before = self.computed()
+        self.engine.complete(index)
+        if isinstance(action, RunBatch):
+            after = self.computed()
+            for chunk in action.output.chunks:
+                name = chunk.request_id
+                if after.get(name, 0) > before.get(name, 0):
+                    del self.lone_deaths[name]
+
+    def computed(self) -> dict[str, int]:
+        infos = self.engine.state.request_infos(0.0)
+        return {info.request_id: info.num_computed_tokens for info in infos}
 
     @rule(data=st.data(), num_done=st.integers(0, 2))
     @precondition(lambda self: self.engine.pending)
@@ -145,19 +195,80 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.fail(index, num_done=num_done)
 
     @rule(data=st.data())
-    @precondition(lambda self: len(self.engine.runners) > 1)
+    @precondition(lambda self: len(self.engine.runners) - len(self.draining) > 1)
     def lose(self, data) -> None:
-        self.engine.lose(data.draw(st.sampled_from(sorted(self.engine.runners))))
+        self.lose_one(data.draw(st.sampled_from(sorted(self.engine.runners))))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.runners)
+    def lose_and_replace(self, data) -> None:
+        """The replacement takes its time, and may be the only worker then."""
+        self.engine.expect(f"w{self.num_joined}", self.num_blocks)
+        self.num_joined += 1
+        self.lose_one(data.draw(st.sampled_from(sorted(self.engine.runners))))
+
+    def lose_one(self, worker_id: str) -> None:
+        for action in self.engine.pending:
+            if isinstance(action, RunBatch) and action.worker_id == worker_id:
+                names = [chunk.request_id for chunk in action.output.chunks]
+                if len(names) == 1:
+                    self.lone_deaths[names[0]] += 1
+                    if self.lone_deaths[names[0]] >= 3:
+                        self.unhappy.add(names[0])
+        self.engine.lose(worker_id)
+
+    @rule()
+    @precondition(lambda self: self.engine.expected)
+    def join_as_expected(self) -> None:
+        runner = FakeRunner(min(self.engine.expected), self.num_blocks, BLOCK_SIZE)
+        self.engine.join(runner, runner.info())
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.engine.live and self.engine.runners)
+    def migrate(self, data) -> None:
+        name = data.draw(st.sampled_from(self.engine.live))
+        target = data.draw(st.sampled_from(sorted(self.engine.runners)))
+        refused = self.engine.migrate(name, target)
+        assert refused is None or isinstance(refused, CannotMigrate)
+
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 3.0]))
+    @precondition(lambda self: len(self.engine.runners) - len(self.draining) > 1)
+    def drain(self, data, seconds) -> None:
+        worker_id = data.draw(st.sampled_from(sorted({*self.engine.runners} - self.draining)))
+        self.engine.drain(worker_id, seconds)
+
+    @property
+    def draining(self) -> set[str]:
+        reports = self.engine.state.worker_reports()
+        return {report.worker_id for report in reports if report.is_draining}
+
+    @rule()
+    def tick(self) -> None:
+        self.engine.tick()
+
+    @rule()
+    def lose_the_store(self) -> None:
+        self.engine.lose_store()
+
+    @rule()
+    @precondition(lambda self: self.engine.config.enable_journal and not self.draining)
+    def lose_the_scheduler(self) -> None:
+        self.lone_deaths.clear()
+        self.engine.restart_scheduler()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        while self.engine.expected:
+            self.join_as_expected()
+        self.engine.tick(10.0)
         self.engine.run()
         for (name, index), result in self.engine.results.items():
             self.check(name, index, result)
         stats = self.engine.state.stats()
         assert stats.num_used_blocks == 0
-        assert stats.num_recomputed_rows == 0
+        assert stats.num_recomputed_rows + self.engine.past_recomputed_rows == 0
+        assert not self.engine.journal
         store = self.engine.store.stats
         assert (store.num_pins, store.num_owned_segments, store.num_requests) == (0, 0, 0)
         for runner in self.engine.runners.values():
@@ -172,8 +283,13 @@ class EngineMachine(RuleBasedStateMachine):
         if result.finish_reason is FinishReason.ERROR:
             assert isinstance(result.error, HaversackError)
             full_name = name if params.n == 1 else f"{name}#{index}"
-            assert full_name in self.unhappy or (
-                isinstance(result.error, NumericalError) and POISON in submission.prompt_token_ids
+            assert (
+                full_name in self.unhappy
+                or (isinstance(result.error, DeadlineExceeded) and submission.timeout_s)
+                or (
+                    isinstance(result.error, NumericalError)
+                    and POISON in submission.prompt_token_ids
+                )
             )
             return
         prompt = submission.prompt_token_ids

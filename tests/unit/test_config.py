@@ -111,6 +111,24 @@ BAD_VALUES = [
     ],
     *[
         (name, bad)
+        for name in ("max_queued_requests", "max_queued_tokens")
+        for bad in (0, -1, 1e6, None)
+    ],
+    *[
+        (name, bad)
+        for name in ("client_grace_s", "step_timeout_s")
+        for bad in (0, -1.0, None, "60", True)
+    ],
+    ("save_segment_tokens", -1),
+    ("save_segment_tokens", 512.0),
+    ("max_worker_restarts", -1),
+    ("max_worker_restarts", None),
+    ("journal_path", ""),
+    ("journal_path", 3),
+    ("result_ttl_s", -1),
+    ("result_ttl_s", None),
+    *[
+        (name, bad)
         for name in ("kv_cache_bytes", "max_rows_bytes")
         for bad in (0, -1, 2.0, True, None, "", "GiB", "2 gallons", "1.5B", "-1GiB", "1e9", "2G")
     ],
@@ -118,7 +136,7 @@ BAD_VALUES = [
     ("offload_bytes", False),
     *[
         (name, bad)
-        for name in ("enable_prefix_caching", "save_finished")
+        for name in ("enable_prefix_caching", "save_finished", "enable_migration")
         for bad in (1, 0, "true", None)
     ],
     ("max_logprobs", -2),
@@ -168,6 +186,13 @@ def test_a_bad_value_is_refused_with_field_value_and_what_is_allowed(
         ("max_logprobs", 0, 0),
         ("offload_bytes", 0, 0),
         ("offload_bytes", "0", 0),
+        ("save_segment_tokens", 0, 0),
+        ("save_segment_tokens", None, None),
+        ("max_worker_restarts", 0, 0),
+        ("journal_path", "requests.db", "requests.db"),
+        ("journal_path", None, None),
+        ("result_ttl_s", 0, 0.0),
+        ("step_timeout_s", 5, 5.0),
         ("kv_cache_bytes", "2GiB", 2 * 2**30),
         ("kv_cache_bytes", "2 gib", 2 * 2**30),
         ("kv_cache_bytes", "1.5MiB", 3 * 2**19),
@@ -205,6 +230,9 @@ def test_a_good_value_is_taken(field: str, good: object, taken: object) -> None:
         ("HAVERSACK_MAX_LOGPROBS", "-1", -1),
         ("HAVERSACK_MODEL", "/models/tiny", "/models/tiny"),
         ("HAVERSACK_RAY_ADDRESS", "auto", "auto"),
+        ("HAVERSACK_JOURNAL_PATH", "/var/lib/haversack.db", "/var/lib/haversack.db"),
+        ("HAVERSACK_JOURNAL_PATH", "none", None),
+        ("HAVERSACK_MAX_WORKER_RESTARTS", "0", 0),
     ],
 )
 def test_text_of_the_environment_is_read_by_type(
@@ -349,8 +377,13 @@ def test_the_core_gets_the_users_limits_and_the_models_facts() -> None:
         max_num_seqs=5,
         enable_prefix_caching=False,
         save_finished=False,
+        save_segment_tokens=64,
+        enable_migration=False,
+        journal_path="requests.db",
         max_logprobs=20,
         max_rows_bytes="1MiB",
+        max_queued_requests=9,
+        max_queued_tokens=90,
     )
     assert config.scheduler_config(worker_info()) == SchedulerConfig(
         block_size=16,
@@ -363,8 +396,13 @@ def test_the_core_gets_the_users_limits_and_the_models_facts() -> None:
         enable_prefix_caching=False,
         enable_offload=True,
         save_finished=False,
+        save_segment_tokens=64,
+        enable_migration=False,
+        enable_journal=True,
         max_logprobs=20,
         max_rows_bytes=2**20,
+        max_queued_requests=9,
+        max_queued_tokens=90,
     )
 
 
@@ -380,3 +418,25 @@ def test_the_context_is_the_smaller_of_the_models_and_the_users(
 
 def test_no_offload_memory_means_no_offload_store() -> None:
     assert not load(offload_bytes=0).scheduler_config(worker_info()).enable_offload
+
+
+def test_without_a_journal_the_core_writes_to_none() -> None:
+    assert not load().scheduler_config(worker_info()).enable_journal
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"num_workers": 2}, 512),
+        ({"num_workers": 1}, 0),
+        ({"num_workers": 2, "offload_bytes": 0}, 0),
+        ({"num_workers": 2, "save_segment_tokens": 0}, 0),
+        ({"num_workers": 1, "save_segment_tokens": 100}, 100),
+        ({"num_workers": 1, "save_segment_tokens": 100, "offload_bytes": 0}, 0),
+    ],
+)
+def test_kv_is_saved_as_it_grows_where_another_worker_could_use_it(
+    settings: dict[str, Any], tokens: int
+) -> None:
+    """With one worker there is nobody to go on; without a store there is nowhere to save."""
+    assert load(**settings).scheduler_config(worker_info()).save_segment_tokens == tokens

@@ -22,7 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 # What workers may know of the scheduler: the messages, and what these are made of.
 WORKERS_MAY_USE = {"request", "messages", "errors", "codec", "logprobs", "sampling_params"}
 # Modules of the scheduler that act on the core's decisions; the core itself knows none of them.
-SCHEDULER_SHELL = {"actor", "loop"}
+SCHEDULER_SHELL = {
+    "actor",
+    "calls",
+    "clients",
+    "inbox",
+    "intake",
+    "journal",
+    "journal_calls",
+    "lifetime",
+    "loop",
+    "store_calls",
+    "supervisor",
+    "worker_calls",
+}
 # Sources of time, chance and hidden settings: all of these come in on an event.
 FORBIDDEN_IN_CORE = {
     "time",

@@ -11,17 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import messages
+from scheduler import actions, events, messages
+from scheduler.actions import AnyAction
 from scheduler.codec import decode, encode, int_array
-from scheduler.messages import (
-    AnyAction,
-    AnyEvent,
-    Chunk,
-    LookupDone,
-    SchedulerOutput,
-    Submission,
-    WorkerLost,
-)
+from scheduler.events import AnyEvent, LookupDone, WorkerLost
+from scheduler.messages import Chunk, SchedulerOutput, Submission
 from scheduler.sampling_params import SamplingParams
 from tests.strategies import assert_same, of_type
 
@@ -30,9 +24,7 @@ ACTIONS = typing.get_args(AnyAction)
 STRUCTS = [
     found
     for found in vars(messages).values()
-    if isinstance(found, type)
-    and issubclass(found, msgspec.Struct)
-    and found not in (messages.Event, messages.Action)
+    if isinstance(found, type) and issubclass(found, msgspec.Struct)
 ]
 
 few_examples = settings(max_examples=25)
@@ -68,8 +60,8 @@ def test_a_list_of_messages_travels_as_one(sent: list[Submission]) -> None:
 
 def test_every_event_and_action_is_in_its_union() -> None:
     """One that is left out would be refused by the decoder, or forgotten by a `match`."""
-    assert set(EVENTS) == set(messages.Event.__subclasses__())
-    assert set(ACTIONS) == set(messages.Action.__subclasses__())
+    assert set(EVENTS) == set(events.Event.__subclasses__())
+    assert set(ACTIONS) == set(actions.Action.__subclasses__())
 
 
 def test_an_event_is_no_action() -> None:

@@ -556,6 +556,17 @@ def test_a_step_without_chunks_only_releases(load: Load) -> None:
     assert own.runner.num_tracked_requests == 1
 
 
+def test_nothing_is_known_of_a_request_once_all_are_forgotten(load: Load) -> None:
+    """A new scheduler sends requests anew; what an old one sent must not complete its messages."""
+    own = driver(load("llama", "bf16"))
+    requests = [own.request(prompt(20), PARAMS, str(i)) for i in range(2)]
+    own.step([(request, 0, 10) for request in requests])
+    own.runner.forget_all()
+    assert own.runner.num_tracked_requests == 0
+    with pytest.raises(InvalidRequest, match="not known"):
+        own.step([(requests[0], 10, 20)])
+
+
 def test_an_id_released_and_used_again_in_one_step_is_the_new_request(load: Load) -> None:
     own = driver(load("llama", "bf16"))
     own.step([(own.request(prompt(20, 3), PARAMS), 0, 20)])

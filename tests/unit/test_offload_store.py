@@ -514,6 +514,28 @@ def test_an_id_that_is_used_again_does_not_inherit_a_save_of_its_first_owner():
     assert store.hit_blocks("x", B, readable=0, own=48) == 3
 
 
+def test_a_new_scheduler_keeps_what_its_requests_own_and_no_promise():
+    """The old one died with requests that the new one knows, and with others that it does not."""
+    store = Store(20)
+    a, b = chain("a", 4), chain("b", 4)
+    store.save("known", a, owned=True, replace=True)
+    store.save("unknown", b, owned=True, replace=True)
+    unended = store.begin("unknown", chain("c", 4), owned=True)
+    for name in ("known", "unknown", "reader"):
+        assert store.look(name, a).num_hit_tokens == 4 * BLOCK_SIZE
+    store.retain(["known", "waiting"])
+    store.validate()
+    assert (store.stats.num_pins, store.stats.num_owned_segments) == (0, 2)
+    assert store.end(unended) == 4
+    assert store.stats.num_requests == 1
+    assert store.hit_blocks("known", a, readable=0, own=10**6) == 4
+    assert store.hit_blocks("unknown", b, readable=0, own=10**6) == 0
+    assert store.hit_blocks("unknown", b) == 4, "now it is everybody's, and may be evicted"
+    store.retain([])
+    store.validate()
+    assert (store.stats.num_owned_segments, store.stats.num_requests) == (0, 0)
+
+
 def test_a_forgotten_copy_serves_everybody_where_the_shared_one_is_gone():
     store = Store(40)
     store.save("one", A[:3], owned=True)

@@ -149,7 +149,7 @@ class StoreBesideModel(RuleBasedStateMachine):
         for segment_id in list(expected):
             self.model.drop(segment_id)
 
-    @rule(request=requests, chain=chains, owned=rarely, replace=st.booleans())
+    @rule(request=requests, chain=chains, owned=st.booleans(), replace=st.booleans())
     def start_save(self, request, chain, owned, replace):
         self.begin_save(request, chain, owned, replace)
 
@@ -182,6 +182,16 @@ class StoreBesideModel(RuleBasedStateMachine):
         for segment_id, _ in plan.segments:
             self.end(segment_id, ok=True)
         assert self.store.num_saved_blocks(plan) == plan.num_blocks
+
+    @rule(one=requests, other=requests, chain=chains, owned=st.booleans(), replace=rarely)
+    def save_at_once(self, one, other, chain, owned, replace):
+        plans = [
+            self.begin_save(one, chain, owned, replace),
+            self.begin_save(other, chain, False, False),
+        ]
+        for plan in reversed(plans):
+            for segment_id, _ in plan.segments:
+                self.end(segment_id, ok=True)
 
     @precondition(lambda self: any(s.is_saving for s in self.model.segments.values()))
     @rule(data=st.data(), ok=st.booleans())
@@ -232,12 +242,20 @@ class StoreBesideModel(RuleBasedStateMachine):
             model.promises[request] = expected
             model.use(expected)
 
-    @rule(request=requests, forget=st.booleans())
+    @rule(request=requests, forget=rarely)
     def release(self, request, forget):
         self.store.release(request, forget=forget)
         self.model.promises.pop(request, None)
         if forget:
             self.model.forget(request)
+        self.expect_drops(self.model.dead())
+
+    @rule(forgotten=st.sampled_from([None, None, None, *REQUESTS]))
+    def retain(self, forgotten):
+        self.store.retain(name for name in REQUESTS if name != forgotten)
+        self.model.promises.clear()
+        if forgotten is not None:
+            self.model.forget(forgotten)
         self.expect_drops(self.model.dead())
 
     @precondition(lambda self: self.model.segments)
@@ -259,6 +277,8 @@ class StoreBesideModel(RuleBasedStateMachine):
         assert stats.num_segments == len(segments)
         assert stats.num_blocks == len(self.model.shared)
         assert stats.num_owned_segments == sum(bool(s.owners) for s in segments.values())
+        assert stats.num_pins == sum(len(self.model.pins(segment_id)) for segment_id in segments)
+        assert not self.model.dead()
 
     def teardown(self):
         for request in REQUESTS:
@@ -273,6 +293,6 @@ class StoreBesideModel(RuleBasedStateMachine):
 
 
 StoreBesideModel.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None
+    max_examples=200, stateful_step_count=50, deadline=None, print_blob=True
 )
 TestStoreBesideModel = StoreBesideModel.TestCase

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from cluster.prompts import check_arguments, parse_prompt
+from cluster.prompts import check_arguments, parse_prompt, seed_for
 from scheduler.errors import InvalidRequest
-from scheduler.sampling_params import SamplingParams
+from scheduler.sampling_params import SEED_LIMIT, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,14 @@ from scheduler.sampling_params import SamplingParams
         ("cache_salt", b"salt"),
         ("cache_salt", "\udfff"),
         ("params", {"max_tokens": 1}),
+        ("timeout_s", 0),
+        ("timeout_s", -1.0),
+        ("timeout_s", float("inf")),
+        ("timeout_s", float("nan")),
+        ("timeout_s", True),
+        ("timeout_s", "1"),
+        ("detached", 1),
+        ("detached", None),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(param: str, value: Any) -> None:
@@ -40,7 +51,31 @@ def test_a_wrong_argument_is_refused_by_name(param: str, value: Any) -> None:
 
 
 def test_right_arguments_pass() -> None:
-    check_arguments(SamplingParams(), "naïve-Ω", -(2**31) + 1, "")
+    check_arguments(SamplingParams(), "naïve-Ω", -(2**31) + 1, "", 1, True)
+
+
+def test_a_request_with_an_id_has_the_same_seed_in_every_process() -> None:
+    """A retry elsewhere must ask for the same; two requests without an id must not."""
+    code = (
+        "from cluster.prompts import seed_for\n"
+        "from scheduler.sampling_params import SamplingParams\n"
+        "print(seed_for(SamplingParams(), 'job-7'))"
+    )
+    seeds = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for hash_seed in ("1", "2")
+    }
+    assert seeds == {str(seed_for(SamplingParams(), "job-7"))}
+    assert 0 <= seed_for(SamplingParams(), "job-7") < SEED_LIMIT
+    assert seed_for(SamplingParams(), "job-7") != seed_for(SamplingParams(), "job-8")
+    assert seed_for(SamplingParams(), None) != seed_for(SamplingParams(), None)
+    assert seed_for(SamplingParams(seed=5), "job-7") == 5
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], [1.5], [True], [-1], [100], [2**32 - 1]])

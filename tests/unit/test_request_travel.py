@@ -13,20 +13,21 @@ from hypothesis import strategies as st
 from scheduler.codec import encode, int_array
 from scheduler.errors import WireError
 from scheduler.logprobs import LogprobRows
+from scheduler.messages import Submission
 from scheduler.request import (
     FinishReason,
     Request,
     RequestStats,
     RequestStatus,
-    make_requests,
 )
 from scheduler.sampling_params import SEED_LIMIT, SamplingParams
+from scheduler.submissions import make_requests
 from tests.strategies import ROW_LOGPROBS as K
 from tests.strategies import assert_same, of_type, rows_for, sampling_params
 
 
 def fresh_request() -> Request:
-    (request,) = make_requests("r", int_array([1, 2, 3]), SamplingParams(), seed=7)
+    (request,) = make_requests(Submission("r", int_array([1, 2, 3]), SamplingParams(), seed=7))
     return request
 
 
@@ -123,9 +124,8 @@ def test_a_damaged_request_is_refused() -> None:
 def test_one_submission_becomes_n_requests_with_streams_of_their_own() -> None:
     """Prompt logprobs belong to the prompt: the first one computes them, for all."""
     params = SamplingParams(n=3, prompt_logprobs=1, logprobs=2, max_tokens=9)
-    made = make_requests(
-        "id", int_array([1, 2]), params, seed=5, client_id="c", priority=-1, cache_salt=""
-    )
+    submission = Submission("id", int_array([1, 2]), params, seed=5, priority=-1, cache_salt="")
+    made = make_requests(submission, client_id="c")
     assert [request.request_id for request in made] == ["id#0", "id#1", "id#2"]
     assert [request.index for request in made] == [0, 1, 2]
     assert [request.seed for request in made] == [5, 6, 7]
@@ -142,24 +142,24 @@ def test_one_submission_becomes_n_requests_with_streams_of_their_own() -> None:
 
 
 def test_one_completion_keeps_the_id_that_the_user_gave() -> None:
-    (request,) = make_requests("id", int_array([1]), SamplingParams(), seed=0)
+    (request,) = make_requests(Submission("id", int_array([1]), SamplingParams(), seed=0))
     assert (request.request_id, request.parent_id, request.index) == ("id", "id", 0)
 
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_siblings_keep_what_the_user_said_about_the_cache(flag: bool) -> None:
     params = SamplingParams(n=2, prompt_logprobs=1, skip_reading_prefix_cache=flag)
-    made = make_requests("id", int_array([1]), params, seed=0)
+    made = make_requests(Submission("id", int_array([1]), params, seed=0))
     assert [r.sampling_params.skips_reading_prefix_cache for r in made] == [flag, flag]
 
 
 def test_seeds_of_siblings_stay_in_their_range() -> None:
-    made = make_requests("id", int_array([1]), SamplingParams(n=3), seed=SEED_LIMIT - 2)
+    made = make_requests(Submission("id", int_array([1]), SamplingParams(n=3), seed=SEED_LIMIT - 2))
     assert [request.seed for request in made] == [SEED_LIMIT - 2, SEED_LIMIT - 1, 0]
 
 
 def test_requests_do_not_share_what_grows() -> None:
-    one, two = make_requests("id", int_array([1]), SamplingParams(n=2), seed=0)
+    one, two = make_requests(Submission("id", int_array([1]), SamplingParams(n=2), seed=0))
     one.output_token_ids.append(1)
     one.stats.num_evictions += 1
     assert two.output_token_ids == []

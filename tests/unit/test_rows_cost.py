@@ -8,9 +8,11 @@ import numpy as np
 
 from scheduler.codec import int_array
 from scheduler.logprobs import Logprobs
+from scheduler.messages import Submission
 from scheduler.outputs import PromptLogprobsView
-from scheduler.request import Request, make_requests
+from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
+from scheduler.submissions import make_requests
 
 
 def num_objects_held(num_tokens: int) -> int:
@@ -25,7 +27,7 @@ def num_objects_held(num_tokens: int) -> int:
     for index in range(32):
         prompt = int_array(np.zeros(num_tokens, np.int32))
         params = SamplingParams(prompt_logprobs=20, max_tokens=0)
-        request = make_requests(f"r{index}", prompt, params, seed=0)[0]
+        request = make_requests(Submission(f"r{index}", prompt, params, seed=0))[0]
         travelled = Request.decode(request.encode())
         view = PromptLogprobsView(rows, None)
         assert len(view) == num_tokens

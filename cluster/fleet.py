@@ -1,0 +1,355 @@
+"""The actors of one engine on a Ray cluster: found by name, started, watched and ended.
+
+Rules:
+- Every actor of an engine is detached and has a name that says what it is: whoever knows the
+  engine's name and namespace finds them all, also when whoever started them has gone.
+- The store stays on the machine where the engine was started, as the scheduler does; workers are
+  wherever Ray finds room.
+- A worker is never restarted by Ray, which would do so under its old name: the supervisor starts
+  another one.
+The module decides nothing: what is started when is up to the scheduler, which is given a `RayFleet`
+when it is made, and again by Ray whenever it is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.remote import RemoteStore, RemoteWorker, StoreActor, in_thread
+from scheduler.calls import ActorLost, CallFailed, within
+from scheduler.codec import decode
+from scheduler.errors import HaversackError, RequestFailed, StartupFailed
+from scheduler.messages import WorkerInfo
+from scheduler.supervisor import WorkerDied
+from workers import actor as worker_actor
+
+logger = logging.getLogger(__name__)
+
+_PART = re.compile(r"scheduler|store|worker-\d+")
+_MAX_STORE_CALLS = 100_000
+_MEMORY_NAMESPACE = b"haversack"
+_PLACING_S = 10.0
+"""How long a worker waits for room before the log says so; doubles each time."""
+_PING_TIMEOUT_S = 10.0
+"""For a worker of an earlier scheduler: one that takes longer hangs."""
+_END_TIMEOUT_S = 10.0
+_UNTIMED_DRAIN_S = 300.0
+"""Time that is left to a node that is to go at no said time."""
+
+
+@dataclass(frozen=True)
+class RayFleet:
+    """How to start the parts of one engine; fulfils `scheduler.actor.EngineFleet`."""
+
+    namespace: str
+    name: str
+    """Of the engine."""
+    model: str
+    num_workers: int
+    worker_options: dict[str, Any]
+    """For Ray: what each worker reserves, and its environment."""
+    worker_settings: dict[str, Any]
+    """Keyword arguments of each worker."""
+    offload_bytes: int
+    """Capacity of the store; 0: there is none."""
+    home_node_id: str
+    """Where the engine was started."""
+    startup_timeout_s: float
+    """Longest time from when a worker has a place to when it is ready."""
+    takeover_timeout_s: float
+    """In which a worker of an earlier scheduler ends its step."""
+    transfer_timeout_s: float
+    """Longest wait of the store for a worker that reads or writes a segment."""
+    worker_class: type = worker_actor.WorkerActor
+
+    # ---------------------------------------------------------------------------------- workers
+
+    async def start(self, worker_id: str, epoch: int) -> tuple[RemoteWorker, WorkerInfo]:
+        """See `scheduler.supervisor.Fleet`."""
+        creation = asyncio.ensure_future(in_thread(self._create_worker, worker_id))
+        try:
+            worker = RemoteWorker(worker_id, await asyncio.shield(creation), epoch)
+        except asyncio.CancelledError:
+            RemoteWorker(worker_id, await creation, epoch).kill()
+            raise
+        except Exception as error:  # whatever Ray raises while its head node is away
+            raise WorkerDied(f"{worker_id} can't be made: {error}") from None
+        try:
+            await self._until_placed(worker_id, worker)
+            return worker, await _reset(worker_id, worker, self.startup_timeout_s)
+        except BaseException:
+            worker.kill()
+            raise
+
+    async def take_over(self, worker_id: str, epoch: int) -> tuple[RemoteWorker, WorkerInfo]:
+        """See `scheduler.supervisor.Fleet`."""
+        try:
+            worker = RemoteWorker(worker_id, await in_thread(self._get, worker_id), epoch)
+        except ValueError:
+            raise WorkerDied(f"{worker_id} has ended") from None
+        try:
+            try:
+                await within(_PING_TIMEOUT_S, worker.ping(), worker_id)
+            except (ActorLost, CallFailed) as error:
+                raise WorkerDied(str(error)) from None
+            return worker, await _reset(worker_id, worker, self.takeover_timeout_s)
+        except BaseException:
+            worker.kill()
+            raise
+
+    async def find(self) -> list[str]:
+        """See `scheduler.supervisor.Fleet`."""
+        parts = await in_thread(find_parts, self.namespace, self.name)
+        found = [part for part in parts if part.startswith("worker-")]
+        return sorted(found, key=lambda part: int(part.removeprefix("worker-")))
+
+    async def shortage(self) -> str:
+        """See `scheduler.supervisor.Fleet`."""
+        try:
+            return await in_thread(self.describe_shortage)
+        except Exception as error:  # whatever Ray raises while its head node is away
+            return f"Ray does not say what there is: {error}"
+
+    async def draining_nodes(self) -> dict[str, float]:
+        """See `scheduler.supervisor.Fleet`."""
+        try:
+            deadlines = await in_thread(_draining_nodes)
+        except Exception as error:  # whatever Ray raises while its head node is away
+            logger.warning("it can't be seen which nodes are to go: %s", error)
+            return {}
+        return {
+            node_id: deadline_ms / 1000 - time.time() if deadline_ms else _UNTIMED_DRAIN_S
+            for node_id, deadline_ms in deadlines.items()
+        }
+
+    async def _until_placed(self, worker_id: str, worker: RemoteWorker) -> None:
+        """Return when a worker's process is there; say in the log what it waits for.
+
+        Raises:
+            WorkerDied: it ended at once.
+        """
+        pong = asyncio.ensure_future(worker.ping())
+        patience_s = _PLACING_S
+        try:
+            while not (await asyncio.wait([pong], timeout=patience_s))[0]:
+                patience_s *= 2
+                logger.warning("%s waits for room: %s", worker_id, await self.shortage())
+            pong.result()
+        except (ActorLost, CallFailed) as error:
+            raise WorkerDied(str(error)) from None
+        finally:
+            pong.cancel()
+
+    def _create_worker(self, worker_id: str) -> Any:
+        """Ask Ray for a worker. It may wait for room; ValueError: the name is taken."""
+        kind = _actor_class(self.worker_class, concurrency_groups=worker_actor.CONCURRENCY_GROUPS)
+        options = self._options(worker_id) | {"max_restarts": 0} | self.worker_options
+        return kind.options(**options).remote(worker_id, self.model, **self.worker_settings)
+
+    # ------------------------------------------------------------------------ the other actors
+
+    def store(self, info: WorkerInfo) -> RemoteStore | None:
+        """Return the engine's store, not opened, for blocks as `info` says; None: it has none."""
+        if self.offload_bytes == 0:
+            return None
+
+        def find_or_start() -> tuple[Any, bool]:
+            with contextlib.suppress(ValueError):
+                return self._get("store"), False
+            kind = _actor_class(StoreActor, num_cpus=0, max_concurrency=_MAX_STORE_CALLS)
+            options = self._options("store") | {
+                "max_restarts": -1,
+                "scheduling_strategy": self.at_home(),
+            }
+            handle = kind.options(**options).remote(
+                self.offload_bytes,
+                info.block_bytes,
+                info.block_size,
+                transfer_timeout_s=self.transfer_timeout_s,
+            )
+            return handle, True
+
+        return RemoteStore(find_or_start)
+
+    def start_scheduler(self, kind: type, concurrency_groups: dict[str, int], *args: Any) -> Any:
+        """Start the engine's scheduler; ValueError: there is one. Blocks."""
+        options = self._options("scheduler") | {
+            "max_restarts": -1,
+            "scheduling_strategy": self.at_home(),
+        }
+        actor_class = _actor_class(kind, num_cpus=0, concurrency_groups=concurrency_groups)
+        return actor_class.options(**options).remote(*args)
+
+    def at_home(self) -> NodeAffinitySchedulingStrategy:
+        """Prefer the machine where the engine was started, as long as there is one."""
+        return NodeAffinitySchedulingStrategy(self.home_node_id, soft=True)
+
+    async def clear(self) -> None:
+        """End every part of the engine but the scheduler, and forget what was remembered."""
+        await in_thread(end_parts, self.namespace, self.name, True)
+
+    def end_this_scheduler(self) -> None:
+        """End the scheduler that this is called in, for good."""
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    # ------------------------------------------------------------------------------- the memory
+
+    async def remember(self, memory: bytes) -> None:
+        """See `scheduler.supervisor.Fleet`."""
+        try:
+            await in_thread(_write_memory, self.namespace, self.name, _this_actor() + memory)
+        except Exception as error:  # whatever Ray raises while its head node is away
+            logger.warning("a restart of the scheduler will not know its workers: %s", error)
+
+    async def recall(self) -> bytes | None:
+        """See `scheduler.supervisor.Fleet`.
+
+        A restart by Ray leaves an actor its id, so what another one wrote is of an earlier engine.
+        """
+        found = await in_thread(_read_memory, self.namespace, self.name)
+        mine = _this_actor()
+        return found[len(mine) :] if found is not None and found.startswith(mine) else None
+
+    # --------------------------------------------------------------------------------- resources
+
+    def lacking(self) -> str:
+        """Say what the whole cluster has too little of; empty where it has enough. Blocks."""
+        total = resources("cluster_resources")
+        asked = {
+            "CPU": self.worker_options["num_cpus"],
+            "GPU": self.worker_options["num_gpus"],
+        }
+        missing = [
+            f"{each * self.num_workers:g} {name} for {self.num_workers} workers with {each:g} each"
+            for name, each in asked.items()
+            if each * self.num_workers > total.get(name, 0)
+        ]
+        return f"asked for {' and '.join(missing)}" if missing else ""
+
+    def describe_shortage(self) -> str:
+        """Say in sentences what is asked for, what there is, and what to do. Blocks."""
+        each = self.worker_options
+        return (
+            f"{self.num_workers} workers with {each['num_cpus']:g} CPU and {each['num_gpus']:g} "
+            f"GPU each are asked for. The cluster has {_describe(resources('cluster_resources'))},"
+            f" of which {_describe(resources('available_resources'))} are free. Ask for fewer or "
+            "smaller workers, add nodes, or raise startup_timeout_s"
+        )
+
+    def _options(self, part: str) -> dict[str, Any]:
+        return {
+            "name": part_name(self.name, part),
+            "namespace": self.namespace,
+            "lifetime": "detached",
+        }
+
+    def _get(self, part: str) -> Any:
+        return ray.get_actor(part_name(self.name, part), namespace=self.namespace)
+
+
+async def _reset(worker_id: str, worker: RemoteWorker, timeout_s: float) -> WorkerInfo:
+    """Have a worker serve its handle's epoch.
+
+    Raises:
+        WorkerDied: it ended, or did not answer in time.
+        HaversackError: what it raised.
+    """
+    try:
+        return decode(await within(timeout_s, worker.reset(), worker_id), WorkerInfo)
+    except ActorLost as error:
+        raise WorkerDied(str(error)) from None
+    except CallFailed as error:
+        cause: HaversackError = error.error
+        if isinstance(cause, RequestFailed):
+            cause = StartupFailed(f"{worker_id} can't be started: {cause.message}")
+        raise cause from None
+
+
+# ------------------------------------------------------------------------------ an engine's names
+
+
+def part_name(engine_name: str, part: str) -> str:
+    """Return the name of an engine's actor in its namespace."""
+    return f"haversack-{engine_name}-{part}"
+
+
+def find_parts(namespace: str, engine_name: str) -> list[str]:
+    """Return an engine's parts that have not ended: "scheduler", "store", "worker-N". Blocks."""
+    prefix = part_name(engine_name, "")
+    names = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace and actor["name"].startswith(prefix)
+    ]
+    return [p for name in names if _PART.fullmatch(p := name.removeprefix(prefix))]
+
+
+def end_parts(namespace: str, engine_name: str, keep_scheduler: bool = False) -> None:
+    """End an engine's actors, whatever they are doing, and return when none is left. Blocks."""
+    deadline_s = time.monotonic() + _END_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        parts = find_parts(namespace, engine_name)
+        if keep_scheduler:
+            parts = [part for part in parts if part != "scheduler"]
+        if not parts:
+            break
+        # The scheduler goes first, so that it replaces nobody.
+        for part in sorted(parts, key=lambda part: part != "scheduler"):
+            try:
+                ray.kill(ray.get_actor(part_name(engine_name, part), namespace=namespace))
+            except (RayError, ValueError) as error:
+                logger.debug("%s of engine %s has ended already: %s", part, engine_name, error)
+    internal_kv._internal_kv_del(_memory_key(namespace, engine_name), namespace=_MEMORY_NAMESPACE)
+
+
+def _this_actor() -> bytes:
+    return bytes.fromhex(ray.get_runtime_context().get_actor_id() or "")
+
+
+def _write_memory(namespace: str, engine_name: str, memory: bytes) -> None:
+    key = _memory_key(namespace, engine_name)
+    internal_kv._internal_kv_put(key, memory, namespace=_MEMORY_NAMESPACE)
+
+
+def _read_memory(namespace: str, engine_name: str) -> bytes | None:
+    key = _memory_key(namespace, engine_name)
+    found: bytes | None = internal_kv._internal_kv_get(key, namespace=_MEMORY_NAMESPACE)
+    return found
+
+
+def _memory_key(namespace: str, engine_name: str) -> bytes:
+    return f"{namespace}/{engine_name}".encode()
+
+
+# ------------------------------------------------------------------------------- what Ray tells
+
+
+def _actor_class(kind: type, **options: Any) -> Any:
+    decorate: Any = ray.remote(**options)
+    return decorate(kind)
+
+
+def _draining_nodes() -> dict[str, int]:
+    found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return found
+
+
+def resources(which: str) -> dict[str, float]:
+    """Return what the cluster has ("cluster_resources") or has free ("available_resources")."""
+    found: dict[str, float] = getattr(ray, which)()
+    return found
+
+
+def _describe(resources: dict[str, float]) -> str:
+    return f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} GPU"

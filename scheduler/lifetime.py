@@ -1,0 +1,63 @@
+"""How long an engine takes part, why it ended, and what time it is meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.errors import HaversackError, WireError, from_wire
+
+Clock = Callable[[], float]
+"""Returns seconds since the Unix epoch."""
+
+
+def unix_clock() -> Clock:
+    """Return a clock that starts right and never jumps, however the machine's clock is set."""
+    start_s = time.time() - time.monotonic()
+    return lambda: start_s + time.monotonic()
+
+
+async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Return once one of some futures is done, or the time is up.
+
+    None of them is cancelled where the caller is.
+    """
+    await asyncio.wait(set(futures), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+class Lifetime:
+    """Whether the engine is open, and what ended it."""
+
+    def __init__(self) -> None:
+        """Begin, on the running event loop."""
+        self.reason: WireError | None = None
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the engine is closed."""
+
+    def end(self, reason: HaversackError) -> None:
+        """Close the engine; the first reason stays."""
+        if self.reason is None:
+            self.reason = reason.to_wire()
+            self.over.set_result(None)
+
+    def check(self) -> None:
+        """Do nothing while the engine is open.
+
+        Raises:
+            HaversackError: the reason why it is closed.
+        """
+        if self.reason is not None:
+            raise from_wire(self.reason)
+
+    async def until(self, event: asyncio.Future[Any]) -> None:
+        """Return once `event` is done.
+
+        Raises:
+            HaversackError: the engine was closed first.
+        """
+        if not event.done():
+            await first_of(event, self.over)
+        if not event.done():
+            self.check()

@@ -1,0 +1,75 @@
+"""Ray over the hosts of a fleet, set so that a silent host is noticed within seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.hosts.fleet import SYSTEM_PATH, Host
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
+"""What programs on a host need of the real machine."""
+PYTHON = Path(sys.executable)
+
+# Ray's processes each read these by themselves, so every one of them needs them. The head takes a
+# host for dead that has been silent for about 8 s (by default: one minute), and a connection that
+# has been silent for 10 s counts as broken (by default: never).
+ENVIRONMENT = {
+    "PATH": f"{PYTHON.parent}:{SYSTEM_PATH}",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_grpc_client_keepalive_time_ms": "5000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+}
+
+_PORT = 6379
+_OBJECT_STORE_BYTES = 120_000_000
+_START_TIMEOUT_S = 120.0
+
+
+def ray_address(head: Host) -> str:
+    """Return what `ray.init` on any host of the cluster takes as its address."""
+    return f"{head.address}:{_PORT}"
+
+
+def start_head(head: Host, env: Mapping[str, str] | None = None) -> None:
+    """Start a cluster on a host that has no CPU to give: actors that need one go elsewhere.
+
+    Args:
+        env: more variables for Ray's processes.
+    """
+    head.run(
+        [*_ray_start(head, num_cpus=0), "--head", f"--port={_PORT}", "--include-dashboard=false"],
+        {**ENVIRONMENT, **(env or {})},
+        timeout_s=_START_TIMEOUT_S,
+    )
+
+
+def join(head: Host, hosts: Sequence[Host]) -> None:
+    """Make hosts with one CPU each part of the cluster, all at once."""
+    command = [f"--address={ray_address(head)}"]
+    starting = [
+        host.start([*_ray_start(host, num_cpus=1), *command], ENVIRONMENT) for host in hosts
+    ]
+    for host, process in zip(hosts, starting, strict=True):
+        written, _ = process.communicate(timeout=_START_TIMEOUT_S)
+        if process.returncode != 0:
+            raise RuntimeError(f"{host.name} could not join: {written}\n{host.log}")
+
+
+def _ray_start(host: Host, num_cpus: int) -> list[str | Path]:
+    return [
+        PYTHON.parent / "ray",
+        "start",
+        f"--node-ip-address={host.address}",
+        f"--num-cpus={num_cpus}",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+    ]
