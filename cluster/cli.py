@@ -132,13 +132,14 @@ def drain(
     deadline: Annotated[
         float, typer.Option(help="Seconds after which what is still there is evicted.")
     ] = 30.0,
+    replace: Annotated[bool, typer.Option(help="Start another worker in its place.")] = False,
     config: Config = None,
     name: Name = None,
     as_json: Json = False,
 ) -> None:
     """Move a worker's requests to the others and end it; returns when it has ended."""
     with _client(config, start=False, name=name) as client:
-        client.drain(worker_id, deadline)
+        client.drain(worker_id, deadline, replace=replace)
     _print({"drained": worker_id}, as_json, f"{worker_id} has ended")
 
 

@@ -280,7 +280,7 @@ class Client:
         """
         self._connection.migrate(request_id, worker_id)
 
-    def drain(self, worker_id: str, deadline_s: float = 30.0) -> None:
+    def drain(self, worker_id: str, deadline_s: float = 30.0, *, replace: bool = False) -> None:
         """Empty a worker and end it; returns when it has ended.
 
         Nothing new goes there, and its requests move away while they go on.
@@ -288,6 +288,8 @@ class Client:
         Args:
             worker_id: see `workers`.
             deadline_s: seconds from now after which requests that are still there are evicted.
+            replace: whether another worker is started in its place, at once; else the engine goes
+                on with one less.
 
         Raises:
             InvalidRequest: the deadline is no number of seconds.
@@ -298,7 +300,7 @@ class Client:
                 f"deadline_s={deadline_s!r} is not allowed: give a finite number of seconds >= 0",
                 param="deadline_s",
             )
-        self._connection.drain(worker_id, float(deadline_s))
+        self._connection.drain(worker_id, float(deadline_s), replace)
 
     def workers(self) -> list[WorkerReport]:
         """Return the engine's workers and what each has to do."""

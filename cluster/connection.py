@@ -249,14 +249,16 @@ class Connection:
     def migrate(self, request_id: str, worker_id: str) -> None:
         self._line.call("migrate", request_id, worker_id)
 
-    def drain(self, worker_id: str, deadline_s: float) -> None:
+    def drain(self, worker_id: str, deadline_s: float, replace: bool) -> None:
         """Return when the worker has ended; `deadline_s` is in seconds from now."""
         patience, end_s = self._line.patience(), self._clock() + deadline_s
         is_repeated = False
         while True:
             left_s = max(end_s - self._clock(), 0.0)
             try:
-                self._line.attempt("drain", worker_id, left_s, timeout_s=left_s + CALL_TIMEOUT_S)
+                self._line.attempt(
+                    "drain", worker_id, left_s, replace, timeout_s=left_s + CALL_TIMEOUT_S
+                )
             except Unreachable as failure:
                 self._line.pause(patience, failure)
                 is_repeated = True

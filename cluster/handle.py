@@ -32,6 +32,7 @@ from scheduler.outputs import (
 )
 from scheduler.request import FinishReason, RequestStats
 from scheduler.sampling_params import SamplingParams
+from scheduler.submissions import content_hash
 
 Cancel = Callable[[list[str]], None]
 
@@ -55,6 +56,7 @@ class RequestHandle:
         """
         self.submission = submission
         """What was sent to the scheduler."""
+        self._content_hash = content_hash(submission)
         self._prompt = prompt
         self._table = table
         self._tell_cancel = cancel
@@ -125,10 +127,13 @@ class RequestHandle:
     # ------------------------------------------------------------------------- what comes in
 
     def feed(self, delta: OutputDelta) -> None:
-        """Take in the next delta, or again an earlier one; ignored once the handle is done."""
+        """Take in the next delta, or again an earlier one; ignored once the handle is done.
+
+        What is about another submission, that had the id before, is ignored too.
+        """
         to_cancel: list[str] = []
         with self._changed:
-            if self._is_done:
+            if self._is_done or delta.content_hash not in (b"", self._content_hash):
                 return
             try:
                 if delta.error is not None:

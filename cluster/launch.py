@@ -39,6 +39,7 @@ _MALLOC = (
 )
 """Keeps large buffers in the process: giving them back costs more than the arithmetic on them."""
 _JOIN_TIMEOUT_S = 30.0
+_RETRY_S = 0.2
 _ANSWER_TIMEOUT_S = 30.0
 """How much longer than the scheduler gives its workers to wait for what it says of them."""
 _SHUTDOWN_TIMEOUT_S = 20.0
@@ -99,25 +100,27 @@ def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
 def find_engine(config: EngineConfig) -> Any | None:
     """Return the scheduler of the running engine of that name, None where there is none.
 
-    Waits while the engine is still starting.
+    Waits while the engine is still starting, or while its scheduler is being restarted.
 
     Raises:
         EngineUnavailable: it is there but does not answer in time.
     """
-    try:
-        scheduler = ray.get_actor(actor_name(config, "scheduler"), namespace=config.namespace)
-    except ValueError:
-        return None
-    try:
-        ray.get(scheduler.ready.remote(), timeout=max(_JOIN_TIMEOUT_S, config.startup_timeout_s))
-    except (RayActorError, RayTaskError):
-        return None
-    except GetTimeoutError as error:
-        raise EngineUnavailable(
-            f"engine {config.name!r} in namespace {config.namespace!r} is there but not ready "
-            f"after {config.startup_timeout_s:g} s"
-        ) from error
-    return scheduler
+    deadline_s = time.monotonic() + max(_JOIN_TIMEOUT_S, config.startup_timeout_s)
+    while True:
+        try:
+            scheduler = ray.get_actor(actor_name(config, "scheduler"), namespace=config.namespace)
+            ray.get(scheduler.ready.remote(), timeout=max(0.0, deadline_s - time.monotonic()))
+            return scheduler
+        except (ValueError, RayTaskError):
+            return None  # nobody has the name, or its engine did not come up
+        except (RayActorError, GetTimeoutError) as error:
+            # An actor that is restarted keeps its name; that of one that has ended is free soon.
+            if time.monotonic() > deadline_s:
+                raise EngineUnavailable(
+                    f"engine {config.name!r} in namespace {config.namespace!r} is there but not "
+                    f"ready after {config.startup_timeout_s:g} s"
+                ) from error
+        time.sleep(_RETRY_S)
 
 
 def start_engine(

@@ -30,7 +30,13 @@ import ray
 from scheduler.calls import ActorLost, Store, Timeouts, within
 from scheduler.codec import decode, encode
 from scheduler.config import SchedulerConfig
-from scheduler.errors import EngineUnavailable, HaversackError, InvalidRequest, StartupFailed
+from scheduler.errors import (
+    EngineUnavailable,
+    HaversackError,
+    InvalidConfig,
+    InvalidRequest,
+    StartupFailed,
+)
 from scheduler.journal import Journal
 from scheduler.loop import SchedulerLoop
 from scheduler.messages import Submission, WorkerInfo
@@ -51,6 +57,8 @@ _FAILED_START_S = 10.0
 _LONGEST_FAREWELL_S = 5.0
 """For how much longer it answers those who go on calling."""
 _STORE_TIMEOUT_S = 60.0
+_JOURNAL_TIMEOUT_S = 20.0
+_JOURNAL_RETRY_S = 0.5
 _CLOSED_WATCH_S = 5.0
 
 T = TypeVar("T")
@@ -156,11 +164,11 @@ class SchedulerActor:
 
     async def _build(self) -> None:
         spec, supervisor = self._spec, self._supervisor
-        if spec.journal_path is not None:
-            self._journal = await asyncio.to_thread(
-                Journal, spec.journal_path, result_ttl_s=spec.result_ttl_s
-            )
         info = await supervisor.recall()
+        if spec.journal_path is not None:
+            self._journal = await self._open_journal(
+                spec.journal_path, _JOURNAL_TIMEOUT_S if info is not None else 0.0
+            )
         if info is not None:
             await supervisor.take_over()
         else:
@@ -179,7 +187,10 @@ class SchedulerActor:
             on_worker_stopped=supervisor.worker_stopped,
             on_client_gone=self._on_client_gone,
         )
-        requests = await asyncio.to_thread(self._journal.load) if self._journal is not None else []
+        requests = []
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.claim, self._limits.cache_namespace)
+            requests = await asyncio.to_thread(self._journal.load)
         if self._store is not None:
             await self._open_store(self._store)
         loop.restore(requests)
@@ -188,6 +199,22 @@ class SchedulerActor:
             loop.expect(spec.owner_client_id)
         self._loop = loop
         self._spawn(self._end_when_closed(loop))
+
+    async def _open_journal(self, path: str, timeout_s: float) -> Journal:
+        """Open the journal, which a scheduler that was ended may hold until its process is gone.
+
+        Raises:
+            InvalidConfig: it can't be used, also not after `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await asyncio.to_thread(Journal, path, result_ttl_s=self._spec.result_ttl_s)
+            except InvalidConfig as error:
+                if time.monotonic() >= deadline_s:
+                    raise
+                logger.warning("the journal is opened again soon: %s", error)
+                await asyncio.sleep(_JOURNAL_RETRY_S)
 
     async def _first_start(self) -> WorkerInfo:
         """Start all workers.
@@ -348,18 +375,19 @@ class SchedulerActor:
         await self._on_main(lambda loop: loop.migrate(request_id, worker_id))
 
     @ray.method(concurrency_group="poll")
-    async def drain(self, worker_id: str, deadline_s: float) -> None:
-        """Move a worker's requests away, end it, and return then; nobody replaces it.
+    async def drain(self, worker_id: str, deadline_s: float, replace: bool = False) -> None:
+        """Move a worker's requests away, end it, and return then.
 
         Args:
             deadline_s: seconds from now; what is still there then is evicted.
+            replace: whether another worker is started in its place, at once.
 
         Raises:
             UnknownWorker: no worker has this id.
         """
 
         async def drain(loop: SchedulerLoop) -> None:
-            self._supervisor.expect_drain(worker_id)
+            self._supervisor.expect_drain(worker_id, replace=replace)
             await loop.drain(worker_id, deadline_s)
 
         await self._on_main(drain)

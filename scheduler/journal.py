@@ -154,6 +154,19 @@ class Journal:
                 return
         callback(False)
 
+    def claim(self, model_fingerprint: str) -> None:
+        """Keep requests of this model, and of no other: their rows must not be mixed.
+
+        Raises:
+            InvalidConfig: it keeps those of another one, or the file is damaged.
+            EngineUnavailable: the journal is closed.
+        """
+        with self._file_lock:
+            try:
+                self._open_file().claim(model_fingerprint)
+            except sqlite3.Error as error:
+                raise self._file.damaged(error) from error
+
     def load(self) -> list[Request]:
         """Return every live request in the file with all its progress, WAITING, by arrival.
 

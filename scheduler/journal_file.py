@@ -101,6 +101,18 @@ class JournalFile:
         """Return what to raise where the file's own structure is broken."""
         return unusable(self._path, f"it is damaged ({error}): move it away to start with none")
 
+    def claim(self, model_fingerprint: str) -> None:
+        """See `Journal.claim`."""
+        found = self._db.execute("SELECT model_fingerprint FROM owner").fetchone()
+        if found is None:
+            self._db.execute("INSERT INTO owner VALUES (?)", (model_fingerprint,))
+        elif found[0] != model_fingerprint:
+            raise unusable(
+                self._path,
+                f"it keeps requests of another model, dtype or kind of machine ({found[0]}; this "
+                f"engine computes {model_fingerprint}): give another path, or move it away",
+            )
+
     def live_ids(self) -> list[tuple[str, str]]:
         """Return (request id, submission id) of every live request."""
         return [(name, parent) for parent, family in self._families.items() for name in family.live]

@@ -42,6 +42,7 @@ _SCHEMA = (
     "CREATE INDEX requests_of ON requests (submission_key)",
     "CREATE INDEX live ON requests (submission_key) WHERE finished IS NULL",
     "CREATE TABLE parts (key INTEGER PRIMARY KEY, data BLOB NOT NULL)",
+    "CREATE TABLE owner (model_fingerprint TEXT NOT NULL)",
     f"PRAGMA application_id = {_APPLICATION_ID}",
 )
 _SETTINGS = (

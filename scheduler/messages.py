@@ -146,6 +146,8 @@ class OutputDelta(msgspec.Struct, frozen=True, eq=False):
     error: WireError | None = None
     stats: RequestStats | None = None
     """Set in the last delta."""
+    content_hash: bytes = b""
+    """Of the submission that it is about: one with other content may have had the id before."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if is_last else None,
+        content_hash=request.content_hash,
     )
 
 
@@ -56,6 +57,7 @@ def whole_delta(request: Request) -> OutputDelta:
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if request.finish_reason is not None else None,
+        content_hash=request.content_hash,
     )
 
 

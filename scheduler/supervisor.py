@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 NODE_WATCH_INTERVAL_S = 1.0
 DRAIN_MARGIN_S = 2.0
 """How long before a node's deadline its workers are to be empty."""
-UNTIMED_DRAIN_S = 300.0
-"""Time given to the workers of a node that is to go at no said time."""
 _LONGEST_LOOK_S = 1.0
 
 
@@ -81,7 +79,7 @@ class Fleet(Protocol):
         """Return, as sentences, what the workers asked for and what there is."""
 
     async def draining_nodes(self) -> dict[str, float]:
-        """Return nodes that are to go, with the unix time of it; 0 where none was said."""
+        """Return the ids of nodes that are to go, and in how many seconds."""
 
     async def remember(self, memory: bytes) -> None:
         """Keep `memory` where the next scheduler finds it."""
@@ -108,6 +106,8 @@ class Memory(msgspec.Struct):
     """Workers that an operator drained: so many fewer are wanted."""
     info: WorkerInfo | None = None
     """What one of the workers said; they are all alike."""
+    epoch: int = 0
+    """Of the latest scheduler; workers take orders of later ones only."""
 
 
 @dataclass
@@ -203,10 +203,12 @@ class Supervisor:
         if found is None:
             return None
         self._memory = decode(found, Memory)
+        self._epoch = max(self._epoch, self._memory.epoch + 1)
         return self._memory.info
 
     async def take_over(self) -> None:
         """After `recall`: take over the workers that are there, and start those that lack."""
+        await self._remember()
         for worker_id in await self._fleet.find():
             place = self._new_place(worker_id)
             place.is_found = True
@@ -264,13 +266,15 @@ class Supervisor:
             self._empty(place)
             del self._places[worker_id]
 
-    def expect_drain(self, worker_id: str) -> None:
-        """Note that an operator drains a worker, so that nobody replaces it."""
+    def expect_drain(self, worker_id: str, *, replace: bool = False) -> None:
+        """Note that an operator drains a worker: nobody replaces it, or somebody does at once."""
         place = self._places.get(worker_id)
-        if place is None or place.worker is None:
+        if place is None or place.is_leaving:
             return
         place.is_leaving = True
-        if worker_id not in self._memory.drained_ids:
+        if replace:
+            self._fill()
+        else:
             self._memory.drained_ids.append(worker_id)
             self._spawn(self._remember())
 
@@ -322,10 +326,11 @@ class Supervisor:
         if self._engine is None:
             return
         # From here on the loop may report its loss, which puts another worker in this place.
-        place.is_expected = False
+        was_expected, place.is_expected = place.is_expected, False
         try:
             await self._engine.add_worker(worker, info)
         except HaversackError:
+            place.is_expected = was_expected
             worker.kill()
             raise
 
@@ -452,6 +457,7 @@ class Supervisor:
 
     async def _remember(self) -> None:
         async with self._remembering:
+            self._memory.epoch = self._epoch
             await self._fleet.remember(encode(self._memory))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

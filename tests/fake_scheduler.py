@@ -243,7 +243,7 @@ class FakeScheduler:
     def stats(self) -> bytes:
         return encode(EngineStats(SchedulerStats()))
 
-    def drain(self, worker_id: str, deadline_s: float) -> None:
+    def drain(self, worker_id: str, deadline_s: float, replace: bool) -> None:
         self._check_open()
 
     # --------------------------------------------------------------------------------- inside

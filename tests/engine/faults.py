@@ -90,7 +90,7 @@ class Faults:
 
         def drain() -> None:
             with contextlib.suppress(HaversackError):
-                self._client.drain(worker.worker_id if worker else "", _DRAIN_S)
+                self._client.drain(worker.worker_id if worker else "", _DRAIN_S, replace=True)
 
         threading.Thread(target=drain, daemon=True).start()
 

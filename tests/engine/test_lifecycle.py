@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import ray
@@ -123,6 +124,7 @@ def test_a_start_that_takes_too_long_fails_and_leaves_nothing(tiny_model: str) -
     wait_for(lambda: not actors_of("slow"), "no actor is left")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_at_every_start_is_not_started_for_ever(tiny_model: str) -> None:
     with pytest.raises(StartupFailed, match="max_worker_restarts=1"):
         start_with(StillbornWorker, tiny_model, "stillborn", max_worker_restarts=1)
@@ -260,6 +262,7 @@ def test_the_names_of_lost_workers_are_not_used_again_after_a_restart(
     assert number > old
 
 
+@pytest.mark.slow
 def test_when_no_worker_comes_up_any_more_what_waits_ends_with_the_reason(tiny_model: str) -> None:
     config, handles = start_with(LastOfItsKind, tiny_model, "lastborn", max_worker_restarts=2)
     try:
@@ -364,6 +367,45 @@ def test_an_engine_ends_when_the_client_that_started_it_has_gone(tiny_model: str
 
 
 @pytest.mark.slow
+def test_an_engine_that_was_started_to_stay_needs_its_starter_for_nothing(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """The process that started it has ended, and still each part of it comes back."""
+    config = EngineConfig(
+        model=tiny_model,
+        name="staying",
+        journal_path=str(tmp_path / "requests.db"),
+        ray_address=ray.get_runtime_context().gcs_address,
+        **ENGINE,
+    )
+    said = run_script(
+        f"""
+        from cluster.config import EngineConfig
+        from cluster.launch import connect_to_ray, start_engine
+        config = EngineConfig(**{msgspec.structs.asdict(config)!r})
+        connect_to_ray(config)
+        print(start_engine(config) is not None)
+        """,
+        tmp_path,
+    )
+    assert said.stdout.split() == ["True"], said.stderr
+    scheduler = ray.get_actor("haversack-staying-scheduler", namespace=config.namespace)
+    try:
+        with Client(name="staying", namespace=config.namespace, start=False) as client:
+            expected = client.generate(PROMPTS, PARAMS)
+            running = client.submit_many(PROMPTS, PARAMS)
+            os.kill(pid_of("haversack-staying-scheduler"), signal.SIGKILL)
+            assert_equal_bits(running, expected)
+            running = client.submit_many(PROMPTS, PARAMS)
+            os.kill(busy_worker(client).pid, signal.SIGKILL)
+            assert_equal_bits(running, expected)
+            wait_for(lambda: len(client.workers()) == 2, "another worker has joined")
+        assert actors_of("staying"), "it stays when its clients leave"
+    finally:
+        kill_engine(EngineHandles(scheduler, config.namespace, config.name))
+
+
+@pytest.mark.slow
 def test_a_client_that_vanishes_leaves_no_request_behind(tiny_model: str) -> None:
     config = EngineConfig(
         model=tiny_model, name="left", **ENGINE | {"num_workers": 1, "client_grace_s": 1.0}
@@ -378,6 +420,7 @@ def test_a_client_that_vanishes_leaves_no_request_behind(tiny_model: str) -> Non
             assert client.stats().scheduler.num_aborted == 1
 
 
+@pytest.mark.slow
 def test_when_the_scheduler_is_ended_every_handle_ends_within_seconds(tiny_model: str) -> None:
     config = EngineConfig(model=tiny_model, name="headless", **ENGINE | {"num_workers": 1})
     with engine(config) as handles:

@@ -367,3 +367,24 @@ def test_a_request_with_bypass_takes_no_block_of_others_along() -> None:
     assert engine.state.stats().num_migrated_blocks >= 10
     finish(engine, "a", "same")
     check_idle(engine)
+
+
+def test_a_request_that_is_sent_back_and_forth_gets_on_between_two_moves() -> None:
+    """Copies are quick and steps are slow: each stay brings progress all the same."""
+    engine = fake_engine(2, chunk=64)
+    engine.submit("a", prompt(9), scoring(max_tokens=12))
+    engine.step()
+    progress = []
+    while engine.live:
+        info = engine.state.request_infos(0)[0]
+        if len(progress) < engine.state.stats().num_migrations:
+            progress.append(info.num_computed_tokens)
+        engine.migrate("a", "w1" if info.worker_id == "w0" else "w0")
+        index = engine.index_of(CopyBlocks)
+        if index is not None:
+            engine.complete(index)
+        elif engine.live:
+            engine.complete()
+    finish(engine, "a")
+    assert len(progress) >= 5
+    assert len(progress) == len(set(progress)), "no two moves at the same point"

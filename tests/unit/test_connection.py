@@ -723,10 +723,10 @@ def test_a_drain_whose_answer_was_lost_has_happened(driver: Driver) -> None:
 
     scheduler = driver.scheduler
     scheduler.before["drain"] = iter([scheduler.lose_answer, unknown])
-    driver.connection.drain("worker-0", 5.0)
+    driver.connection.drain("worker-0", 5.0, False)
     scheduler.before["drain"] = once(unknown)
     with pytest.raises(UnknownWorker):
-        driver.connection.drain("worker-0", 5.0)
+        driver.connection.drain("worker-0", 5.0, False)
 
 
 def test_a_wrong_call_is_not_repeated(driver: Driver) -> None:

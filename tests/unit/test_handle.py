@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from scheduler.messages import OutputDelta, Submission
 from scheduler.outputs import CompletionDelta
 from scheduler.request import FinishReason
 from scheduler.sampling_params import SamplingParams
+from scheduler.submissions import content_hash
 from tests.fake_scheduler import ByteTable, Family, delta_of
 
 PROMPT = int_array([3, 1, 4, 1, 5])
@@ -134,6 +136,22 @@ def test_what_comes_again_is_dropped_and_nothing_is_missed(
         assert logprobs == list(completion.logprobs or ())
     with_rows = [delta for delta in streamed if delta.prompt_logprobs is not None]
     assert len(with_rows) == (params.prompt_logprobs is not None)
+
+
+def test_what_is_about_an_earlier_submission_of_the_same_id_is_ignored() -> None:
+    """Its answer may still be on its way when the id is used for something else."""
+    handle, family = make_handle(SamplingParams(max_tokens=2))
+    steps = deltas_of(family)
+    other = content_hash(Submission("r", PROMPT, SamplingParams(max_tokens=3), seed=7))
+    mine = content_hash(handle.submission)
+    for step in steps:
+        for delta in step:
+            handle.feed(msgspec.structs.replace(delta, content_hash=other))
+            assert not handle.done()
+    for step in steps:
+        for delta in step:
+            handle.feed(msgspec.structs.replace(delta, content_hash=mine))
+    assert len(handle.result(0).outputs[0].token_ids) == 2
 
 
 def test_a_gap_in_what_comes_ends_the_handle_with_an_error() -> None:

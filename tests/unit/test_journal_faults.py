@@ -422,6 +422,20 @@ def test_an_empty_file_becomes_a_journal(tmp_path: Path) -> None:
         assert journal.load() == []
 
 
+def test_requests_of_another_model_are_not_gone_on_with(tmp_path: Path) -> None:
+    """Half of the rows would be of the one model and half of the other."""
+    path = tmp_path / "journal.db"
+    request = new_request()
+    for _ in range(2):
+        with closing(Journal(path, result_ttl_s=60)) as journal:
+            journal.claim("model-a")
+            journal.append([submitted(request)])
+    with closing(Journal(path, result_ttl_s=60)) as journal:
+        with pytest.raises(InvalidConfig, match=r"model-a.*model-b.*another path"):
+            journal.claim("model-b")
+        same_bits(journal.load(), [request])
+
+
 def test_a_log_of_garbage_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     request = new_request()

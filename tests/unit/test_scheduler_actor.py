@@ -207,6 +207,27 @@ def test_a_journal_that_can_not_be_used_is_said_before_anything_is_started(tmp_p
     run(test)
 
 
+def test_a_restarted_scheduler_waits_for_the_one_before_it_to_let_go_of_the_journal(
+    tmp_path: Path,
+) -> None:
+    """A frozen process takes seconds to end, and holds the file until then."""
+
+    async def test() -> None:
+        parts, path = FakeParts(), str(tmp_path / "requests.db")
+        before = make(parts, journal_path=path)
+        await before.ready()
+        after = make(parts, journal_path=path)
+        ready = asyncio.ensure_future(after.ready())
+        assert before._journal is not None
+        await asyncio.wait([ready], timeout=0.1)
+        assert not ready.done()
+        before._journal.close()
+        await ready
+        await after.shutdown()
+
+    run(test)
+
+
 def test_shutting_down_ends_the_parts_first_and_the_scheduler_last() -> None:
     async def test() -> None:
         parts = FakeParts()

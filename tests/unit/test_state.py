@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.actions import (
-    LoadBlocks,
-    LookupBlocks,
-    SaveBlocks,
-)
+from scheduler.actions import CopyBlocks, LoadBlocks, LookupBlocks, SaveBlocks
 from scheduler.errors import InvalidConfig, InvariantViolation, NumericalError
 from scheduler.events import (
     BatchDone,
+    CopyDone,
+    DrainRequested,
     EvictRequested,
     LoadDone,
     LoadFailed,
     LookupDone,
+    MigrateRequested,
     RequestCancelled,
     SaveDone,
     SaveFailed,
+    WorkerExpected,
     WorkerJoined,
     WorkerLost,
 )
@@ -425,3 +425,111 @@ def test_a_block_held_twice_is_found_by_validate() -> None:
     live.block_ids.append(live.block_ids[0])
     with pytest.raises(InvariantViolation, match="a block twice"):
         script.state.validate()
+
+
+# ------------------------------------------------------------- moving, draining, saving on the way
+
+
+def test_a_decoding_request_moves_while_it_goes_on_and_stands_still_for_its_last_block() -> None:
+    """An operator wants it elsewhere: 17 tokens are 4 full blocks and the beginning of one."""
+    script = Script(enable_offload=False, max_num_batched_tokens=32)
+    script.submit("a", 17, max_tokens=9)
+    script.computed()
+    script.say(WorkerJoined(worker_info("w1")))
+    assert script.say(MigrateRequested("a", "w1")) == ["copy 4 of a from w0 to w1"]
+    assert script.computed() == ["tell a.0 tokens=[7]", "w0 runs a[18:19] sample"]
+    assert script.say(CopyDone(script.last(CopyBlocks).op_id, 4)) == [], "a step is under way"
+    assert script.computed() == ["tell a.0 tokens=[7]", "copy 1 of a from w0 to w1"]
+    assert script.say(CopyDone(script.last(CopyBlocks).op_id, 1)) == [
+        "w0 runs forget a",
+        "w1 runs a[19:20] sample new",
+    ]
+    used = {r.worker_id: r.num_used_blocks for r in script.state.worker_reports()}
+    assert used == {"w0": 0, "w1": 5}
+
+
+@pytest.mark.parametrize("num_copied", [0, 3])
+def test_a_copy_that_fails_leaves_the_request_where_it_is(num_copied: int) -> None:
+    script = Script(enable_offload=False, max_num_batched_tokens=32)
+    script.submit("a", 17, max_tokens=9)
+    script.computed()
+    script.say(WorkerJoined(worker_info("w1")), MigrateRequested("a", "w1"))
+    assert script.say(CopyDone(script.last(CopyBlocks).op_id, num_copied)) == []
+    assert script.computed() == ["tell a.0 tokens=[7]", "w0 runs a[18:19] sample"]
+    used = {r.worker_id: r.num_used_blocks for r in script.state.worker_reports()}
+    assert used == {"w0": 5, "w1": 0}
+    assert script.state.stats().num_migrations_failed == 1
+
+
+def test_a_request_whose_worker_dies_in_the_middle_of_its_move_is_queued_and_not_moved() -> None:
+    """The blocks that were being written keep their place until the copy has ended."""
+    script = Script(enable_offload=False, max_num_batched_tokens=32)
+    script.submit("a", 17, max_tokens=9)
+    script.computed()
+    script.say(WorkerJoined(worker_info("w1")), MigrateRequested("a", "w1"))
+    assert script.say(WorkerLost("w0")) == ["w1 runs a[0:18] sample new"]
+    assert script.state.stats().num_used_blocks == 5 + 5
+    assert script.say(CopyDone(script.last(CopyBlocks).op_id, 0)) == []
+    assert script.state.stats().num_used_blocks == 5
+
+
+def test_a_drained_worker_is_stopped_when_its_last_request_has_left() -> None:
+    script = Script(enable_offload=False, max_num_batched_tokens=32)
+    script.submit("a", 6, max_tokens=9)
+    script.computed()
+    script.say(WorkerJoined(worker_info("w1")))
+    assert script.say(DrainRequested("w0", 60.0)) == [], "its step is waited for"
+    assert script.computed() == ["tell a.0 tokens=[7]", "copy 2 of a from w0 to w1"]
+    assert script.say(CopyDone(script.last(CopyBlocks).op_id, 2)) == [
+        "stop w0",
+        "w1 runs a[7:8] sample new",
+    ]
+
+
+def test_a_draining_worker_waits_for_the_copies_that_write_into_it() -> None:
+    """They were meant for a request that does not come any more."""
+    script = Script(enable_offload=False, max_num_batched_tokens=32)
+    script.submit("a", 17, max_tokens=9)
+    script.computed()
+    script.say(WorkerJoined(worker_info("w1")), MigrateRequested("a", "w1"))
+    assert script.say(DrainRequested("w1", 60.0)) == []
+    assert script.say(CopyDone(script.last(CopyBlocks).op_id, 4)) == ["stop w1"]
+
+
+def test_a_long_prompt_is_saved_in_segments_while_it_is_computed() -> None:
+    """Each save begins when a segment is there and the one before it is done."""
+    script = Script(save_segment_tokens=8)
+    script.submit("a", 33, prompt_logprobs=1)
+    assert script.computed() == ["save 2 of a owned replace", "w0 runs a[8:16] rows=8"]
+    assert script.computed() == ["w0 runs a[16:24] rows=8"], "the first one is under way"
+    assert script.say(SaveDone(script.last(SaveBlocks).op_id, 2, 2)) == []
+    assert script.computed() == ["save 4 of a owned replace", "w0 runs a[24:32] rows=8"]
+    script.say(WorkerJoined(worker_info("w1")))
+    assert script.say(WorkerLost("w0"), SaveFailed(script.last(SaveBlocks).op_id, "gone")) == [
+        "look up 6 for a: shared 0, own 24, skip"
+    ]
+    assert script.say(LookupDone(script.last(LookupBlocks).op_id, 8)) == ["load 2 for a on w1"]
+    assert script.say(LoadDone(script.last(LoadBlocks).op_id, 2)) == [
+        "release a",
+        "w1 runs a[8:16] new",
+    ]
+
+
+def test_a_lone_request_is_given_up_when_three_workers_in_a_row_have_died_of_it() -> None:
+    script = Script(3, enable_offload=False)
+    script.submit("a", 17)
+    script.computed()
+    assert script.say(WorkerLost("w0")) == ["w1 runs a[0:8] new"]
+    assert script.computed("w1") == ["w1 runs a[8:16]"], "the way back there clears nobody"
+    assert script.say(WorkerLost("w1")) == ["w2 runs a[0:8] new"]
+    assert script.say(WorkerLost("w2"))[0] == "tell a.0 error RequestFailed"
+
+
+def test_the_journal_is_told_of_a_request_its_progress_and_its_end_in_that_order() -> None:
+    script = Script(enable_offload=False, enable_journal=True)
+    assert script.submit("a", 9) == ["write submitted a", "w0 runs a[0:8] new"]
+    assert script.computed() == ["write progress a", "w0 runs a[8:9]"]
+    script.say(WorkerExpected("w1", 16), WorkerLost("w0"))
+    script.say(WorkerJoined(worker_info("w1")))
+    assert script.computed("w1") == ["w1 runs a[8:9]"], "made before, and written"
+    assert script.computed("w1")[:3] == ["write progress a", "write finished a", "tell a.0 length"]

@@ -38,6 +38,7 @@ class FakeFleet:
         self.given_up: list[str] = []
         self.draining: dict[str, float] = {}
         self.memory: bytes | None = None
+        self.epochs: list[int] = []
 
     async def start(self, worker_id: str, epoch: int) -> tuple[Any, WorkerInfo]:
         return await self._begin("start", worker_id, epoch)
@@ -46,7 +47,8 @@ class FakeFleet:
         return await self._begin("take over", worker_id, epoch)
 
     async def _begin(self, what: str, worker_id: str, epoch: int) -> tuple[Any, WorkerInfo]:
-        assert epoch == 7
+        assert epoch >= 7
+        self.epochs.append(epoch)
         self.asked.append(f"{what} {worker_id}")
         self.starts[worker_id] = asyncio.get_running_loop().create_future()
         try:
@@ -338,6 +340,7 @@ def test_a_replacement_that_is_not_like_the_others_is_ended_and_counts_as_failed
         engine.refusal = None
         await fleet.up("worker-3")
         assert engine.joined[2:] == ["worker-3"]
+        assert engine.told() == ["+worker-2", "+worker-3", "-worker-2"]
 
     run(test)
 
@@ -402,6 +405,38 @@ def test_a_worker_that_an_operator_drains_is_not_replaced() -> None:
         await turns()
         assert (fleet.asked[2:], engine.events) == ([], [])
         assert list(supervisor.worker_lost("worker-0", "killed")), "the other one still is"
+
+    run(test)
+
+
+def test_a_worker_that_an_operator_drains_may_be_replaced_at_once() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        supervisor, _, _ = await running(fleet)
+        supervisor.expect_drain("worker-1", replace=True)
+        supervisor.expect_drain("worker-1", replace=True)
+        await turns()
+        assert fleet.asked[2:] == ["start worker-2"], "asked for once, before the drain has ended"
+        supervisor.worker_stopped("worker-1")
+        await turns()
+        assert fleet.asked[3:] == []
+
+    run(test)
+
+
+def test_a_clock_that_went_back_makes_no_worker_refuse_the_new_scheduler() -> None:
+    """Workers take orders of later epochs only."""
+
+    async def test() -> None:
+        fleet = FakeFleet()
+        await running(fleet)
+        again = make(fleet)
+        fleet.there = ["worker-0"]
+        await again.recall()
+        await again.take_over()
+        await again.serve(FakeEngine())
+        await until(lambda: "take over worker-0" in fleet.asked)
+        assert fleet.epochs[-1] > max(fleet.epochs[:2])
 
     run(test)
 
