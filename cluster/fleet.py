@@ -65,6 +65,9 @@ class RayFleet:
     """Capacity of the store; 0: there is none."""
     home_node_id: str
     """Where the engine was started."""
+    home_address: str
+    """Of that node's machine, by which it is known also as another node."""
+    has_journal: bool
     startup_timeout_s: float
     """Longest time from when a worker has a place to when it is ready."""
     takeover_timeout_s: float
@@ -168,10 +171,7 @@ class RayFleet:
             with contextlib.suppress(ValueError):
                 return self._get("store"), False
             kind = _actor_class(StoreActor, num_cpus=0, max_concurrency=_MAX_STORE_CALLS)
-            options = self._options("store") | {
-                "max_restarts": -1,
-                "scheduling_strategy": self.at_home(),
-            }
+            options = self._options("store") | {"max_restarts": -1} | self.at_home()
             handle = kind.options(**options).remote(
                 self.offload_bytes,
                 info.block_bytes,
@@ -184,16 +184,21 @@ class RayFleet:
 
     def start_scheduler(self, kind: type, concurrency_groups: dict[str, int], *args: Any) -> Any:
         """Start the engine's scheduler; ValueError: there is one. Blocks."""
-        options = self._options("scheduler") | {
-            "max_restarts": -1,
-            "scheduling_strategy": self.at_home(),
-        }
+        options = self._options("scheduler") | {"max_restarts": -1} | self.at_home()
         actor_class = _actor_class(kind, num_cpus=0, concurrency_groups=concurrency_groups)
         return actor_class.options(**options).remote(*args)
 
-    def at_home(self) -> NodeAffinitySchedulingStrategy:
-        """Prefer the machine where the engine was started, as long as there is one."""
-        return NodeAffinitySchedulingStrategy(self.home_node_id, soft=True)
+    def at_home(self) -> dict[str, Any]:
+        """Return options that keep an actor on the machine where the engine was started.
+
+        With a journal, which is on that machine's disk, it waits for the machine to come back, as
+        whichever node; without one it goes elsewhere once the node is no more.
+        """
+        if self.has_journal:
+            return {"resources": {f"node:{self.home_address}": 0.001}}
+        # An actor that asks for nothing is placed at random, whatever node it prefers.
+        preference = NodeAffinitySchedulingStrategy(self.home_node_id, soft=True)
+        return {"memory": 1, "scheduling_strategy": preference}
 
     async def clear(self) -> None:
         """End every part of the engine but the scheduler, and forget what was remembered."""

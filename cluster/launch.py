@@ -189,6 +189,8 @@ def engine_spec(
         },
         offload_bytes=config.offload_bytes,
         home_node_id=ray.get_runtime_context().get_node_id(),
+        home_address=_home_address(),
+        has_journal=config.journal_path is not None,
         startup_timeout_s=config.startup_timeout_s,
         takeover_timeout_s=timeouts.for_step(config.max_num_batched_tokens),
         transfer_timeout_s=patience_s,
@@ -263,9 +265,20 @@ def _gpus_per_worker(config: EngineConfig) -> float:
 
 def _threads_per_worker(num_workers: int) -> int:
     """Return a worker's fair share of the cluster's cores, at most one node's."""
-    ask: Any = ray.nodes
-    cores = [node["Resources"].get("CPU", 0.0) for node in ask() if node["Alive"]]
+    cores = [node["Resources"].get("CPU", 0.0) for node in _nodes() if node["Alive"]]
     return max(1, int(min(sum(cores) / num_workers, max(cores, default=1.0))))
+
+
+def _home_address() -> str:
+    """Return the address by which Ray knows the machine that this process is on."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(n["NodeManagerAddress"]) for n in _nodes() if n["NodeID"] == here)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    ask: Any = ray.nodes
+    found: list[dict[str, Any]] = ask()
+    return found
 
 
 def _is_private_ray() -> bool:

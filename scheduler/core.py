@@ -13,7 +13,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.live import LiveRequest, StoreOp, WorkerView
 from scheduler.messages import SchedulerStats
 from scheduler.reports import output_delta, whole_delta
-from scheduler.request import RequestStatus
+from scheduler.request import Request, RequestStatus
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +25,9 @@ class Core:
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     families: dict[str, list[str]] = field(default_factory=dict)
     """Submitted id -> ids of its live requests (several where n > 1)."""
+    ended_siblings: dict[str, list[Request]] = field(default_factory=dict)
+    """Submitted id -> its requests that have ended while others of it go on, to be told to whoever
+    follows it from now on; none where there is a journal, which keeps them."""
     ops: dict[int, StoreOp] = field(default_factory=dict)
     actions: list[AnyAction] = field(default_factory=list)
     """What the events being handled ask for."""
@@ -109,6 +112,11 @@ class Core:
             live.followers.append(client_id)
         if live.is_prompt_emitted:
             self.actions.append(Emit(client_id=client_id, delta=whole_delta(live.request)))
+
+    def replay_ended(self, parent_id: str, client_id: str) -> None:
+        """Tell a client all of those of a live submission that have ended before the others."""
+        for request in self.ended_siblings.get(parent_id, []):
+            self.actions.append(Emit(client_id=client_id, delta=whole_delta(request)))
 
     def open_op(
         self,

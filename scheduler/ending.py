@@ -38,6 +38,9 @@ def finish(
     family.remove(live.id)
     if not family:
         del core.families[request.parent_id]
+        core.ended_siblings.pop(request.parent_id, None)
+    elif not core.config.enable_journal:
+        core.ended_siblings.setdefault(request.parent_id, []).append(request)
     if core.config.enable_offload:
         core.actions.append(ReleaseBlocks(request_id=live.id, forget=True))
     if core.config.enable_journal:

@@ -104,12 +104,16 @@ class Intake:
         if not kept:
             return False
         content = content_hash(submission)
-        if not all(request.content_hash == content and _is_own_end(request) for request in kept):
+        if not all(request.content_hash == content for request in kept):
             return False
-        is_all = len(kept) == submission.sampling_params.n
-        if is_all or self._state.submission(submission.request_id) is not None:
-            self._tell(client_id, kept)
-        return is_all
+        if len(kept) < submission.sampling_params.n:
+            if self._state.submission(submission.request_id) is not None:
+                self._tell(client_id, kept)  # the others go on, and these don't, however they ended
+            return False
+        if not all(_is_own_end(request) for request in kept):
+            return False
+        self._tell(client_id, kept)
+        return True
 
     def _tell(self, client_id: str, ended: list[Request]) -> None:
         for request in ended:

@@ -39,6 +39,7 @@ def check_invariants(core: Core) -> None:
     )
     listed = sorted(name for family in core.families.values() for name in family)
     _require(listed == sorted(core.requests), "families and requests disagree")
+    _require(core.ended_siblings.keys() <= core.families.keys(), "ended with no sibling alive")
 
 
 def _check_place(core: Core, live: LiveRequest) -> None:

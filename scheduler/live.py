@@ -152,6 +152,8 @@ class WorkerView:
     """Requests that left since the last step, to be told with the next one."""
     told_released_ids: list[str] = field(default_factory=list)
     """Those told with the step under way: told again if it fails."""
+    has_refused_releases: bool = False
+    """Its latest step held nothing but those and failed: they wait for the next chunk."""
     incoming: dict[str, LiveRequest] = field(default_factory=dict)
     """Requests that are moving here; their places are kept for them."""
     drain_deadline_s: float | None = None

@@ -162,8 +162,7 @@ class SchedulerState:
             case ClientGone():
                 self._forget_client(event.client_id)
             case ReplayRequested():
-                for live in self._family(event.request_id):
-                    self._core.replay(live, event.client_id)
+                self._replay(event.request_id, event.client_id)
             case RequestRestored():
                 self._restore(event)
             case WorkerJoined():
@@ -211,14 +210,19 @@ class SchedulerState:
             return [core.requests[name] for name in core.families[request_id]]
         return [core.requests[request_id]] if request_id in core.requests else []
 
+    def _replay(self, request_id: str, client_id: str) -> None:
+        """Make a client follow a submission, and tell it all that is visible so far."""
+        self._core.replay_ended(request_id, client_id)
+        for live in self._family(request_id):
+            self._core.replay(live, client_id)
+
     def _submit(self, event: RequestSubmitted) -> None:
         core = self._core
         family = core.families.get(event.submission.request_id)
         if family and core.requests[family[0]].request.content_hash == content_hash(
             event.submission
         ):
-            for name in family:
-                core.replay(core.requests[name], event.client_id)
+            self._replay(event.submission.request_id, event.client_id)
             return
         try:
             accepted = self._accepted(event)

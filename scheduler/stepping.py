@@ -45,7 +45,7 @@ def start_step(core: Core, worker: WorkerView) -> None:
         live.is_known_to_worker = True
         live.num_sent_blocks = len(live.block_ids)
         flights.append(InFlight(live, chunk))
-    if not flights and not worker.released_request_ids:
+    if not flights and (worker.has_refused_releases or not worker.released_request_ids):
         return
     worker.step_id = core.next_step_id
     worker.in_flight = flights
@@ -87,6 +87,7 @@ def _has_blocks(core: Core, live: LiveRequest, end: int) -> bool:
 def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     """Hand a step's results to their requests."""
     core.stats.compute_s += event.output.compute_s
+    worker.has_refused_releases = False
     results = {result.request_id: result for result in event.output.results}
     for flight in _end_step(worker):
         live = flight.live
@@ -100,9 +101,11 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
 def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
     """Deal with a step that raised: a lone request is at fault, several are halved.
 
-    Those that left in the middle of the step were in it all the same.
+    Those that left in the middle of the step were in it all the same. A step that held no request
+    is not tried again by itself, or a worker of which every step fails would never be idle again.
     """
     num_flights = len(worker.in_flight)
+    worker.has_refused_releases = num_flights == 0
     flights = _end_step(worker)
     worker.released_request_ids += worker.told_released_ids
     for flight in flights:
@@ -116,6 +119,7 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
         else:
             live.batch_limit = num_flights // 2
             advance_migration(core, live)
+    worker.released_request_ids = list(dict.fromkeys(worker.released_request_ids))
 
 
 def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:

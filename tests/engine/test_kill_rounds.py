@@ -35,7 +35,7 @@ def engine(
         "num_blocks": 160,
         "save_segment_tokens": 64,
         "journal_path": str(tmp_path_factory.mktemp("journal") / "requests.db"),
-        "result_ttl_s": 5.0,
+        "result_ttl_s": 2.0,
         "step_timeout_s": 4.0,
         "max_worker_restarts": 50,
     }

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SUBNET = "10.77.0"
 _MACHINE = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
 _END_TIMEOUT_S = 20.0
+_ANSWER_TIMEOUT_S = 20.0
 
 # First process of the switch: it makes the bridge and holds the network until its stdin closes.
 # The bridge is also the hosts' gateway, which leads nowhere: a program that asks for the route to
@@ -246,7 +248,7 @@ class Host:
     def start(
         self, command: Sequence[str | Path], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start a program on the host; its stdout is a pipe, its stderr goes to the host's log.
+        """Start a program on the host; stdin and stdout are pipes, stderr goes to the host's log.
 
         It ends with the host at the latest.
 
@@ -258,10 +260,11 @@ class Host:
             return subprocess.Popen(
                 [*self._fleet._entrance(self), *map(str, command)],
                 env={"PATH": SYSTEM_PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **(env or {})},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                start_new_session=True,
             )
 
     def run(
@@ -280,12 +283,22 @@ class Host:
         try:
             written, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             raise RuntimeError(f"{self.name}: {command} took over {timeout_s:g} s") from None
         if process.returncode != 0:
             raise RuntimeError(f"{self.name}: {command} failed: {written}\n{self.log}")
         return written
+
+    def says(self, condition: str) -> bool:
+        """Return whether a bash command succeeds on the host."""
+        process = self.start(["bash", "-c", condition])
+        process.communicate(timeout=_ANSWER_TIMEOUT_S)
+        return process.returncode == 0
+
+    def is_running(self, pid: int) -> bool:
+        """Return whether a process of the host is there, by its id on the host."""
+        return self.says(f"kill -0 {pid}")
 
 
 def _namespace(holder: subprocess.Popen[str], file: str) -> str:

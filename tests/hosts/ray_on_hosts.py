@@ -14,8 +14,9 @@ SHARED = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
 PYTHON = Path(sys.executable)
 
 # Ray's processes each read these by themselves, so every one of them needs them. The head takes a
-# host for dead that has been silent for about 8 s (by default: one minute), and a connection that
-# has been silent for 10 s counts as broken (by default: never).
+# host for dead that has been silent for about 8 s (by default: one minute), a connection that has
+# been silent for 10 s counts as broken (by default: never), and an object that a host does not send
+# is asked for elsewhere after 2 s (by default: 10 s).
 ENVIRONMENT = {
     "PATH": f"{PYTHON.parent}:{SYSTEM_PATH}",
     "PYTHONPATH": str(ROOT),
@@ -28,6 +29,7 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_grpc_client_keepalive_time_ms": "5000",
     "RAY_grpc_client_keepalive_timeout_ms": "5000",
+    "RAY_object_manager_pull_timeout_ms": "2000",
 }
 
 _PORT = 6379
@@ -63,6 +65,19 @@ def join(head: Host, hosts: Sequence[Host]) -> None:
         written, _ = process.communicate(timeout=_START_TIMEOUT_S)
         if process.returncode != 0:
             raise RuntimeError(f"{host.name} could not join: {written}\n{host.log}")
+
+
+def has_ray(host: Host) -> bool:
+    """Whether the process that makes a host part of a cluster is there."""
+    return host.says("grep -qsx raylet /proc/[0-9]*/comm")
+
+
+def drain_node(head: Host, node_id: str, deadline_s: int) -> None:
+    """Tell the cluster that a node is to go in so many seconds, as a cloud's notice does."""
+    command = ["drain-node", f"--address={ray_address(head)}", f"--node-id={node_id}"]
+    reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=the price has risen"]
+    deadline = f"--deadline-remaining-seconds={deadline_s}"
+    head.run([PYTHON.parent / "ray", *command, *reason, deadline], ENVIRONMENT)
 
 
 def _ray_start(host: Host, num_cpus: int) -> list[str | Path]:

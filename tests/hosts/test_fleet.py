@@ -69,6 +69,12 @@ def test_a_host_without_power_runs_nothing_and_comes_back_with_its_files(
     assert can_reach(first, second)
 
 
+def test_a_program_that_takes_too_long_is_ended(hosts: Sequence[Host]) -> None:
+    with pytest.raises(RuntimeError, match="took over"):
+        hosts[0].run(["bash", "-c", "sleep infinity; true"], timeout_s=0.5)
+    assert not hosts[0].says("grep -qsx sleep /proc/[0-9]*/comm")
+
+
 def test_hosts_see_neither_each_others_files_nor_processes(hosts: Sequence[Host]) -> None:
     first, second, _ = hosts
     first.run(["touch", "/tmp/mine", "/dev/shm/mine"])

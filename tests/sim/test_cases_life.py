@@ -118,7 +118,15 @@ def test_two_thousand_requests_leave_idle_usage_flat_and_nothing_behind() -> Non
 def containers_of(engine: SimEngine) -> dict[str, int]:
     """Sizes of everything in core and store that could grow, the store's bounded index aside."""
     core, store = engine.state._core, engine.store
-    names = ("requests", "families", "ops", "actions", "expected", "wanted_elsewhere")
+    names = (
+        "requests",
+        "families",
+        "ended_siblings",
+        "ops",
+        "actions",
+        "expected",
+        "wanted_elsewhere",
+    )
     sizes = {f"core.{name}": len(getattr(core, name)) for name in names}
     sizes["core._waiting"] = max(len(core._waiting) - 64, 0)
     sizes["core._deadlines"] = max(len(core._deadlines) - 128, 0)
@@ -144,6 +152,7 @@ def test_every_container_of_the_core_is_looked_at_for_growth() -> None:
         "workers",
         "requests",
         "families",
+        "ended_siblings",
         "ops",
         "actions",
         "expected",

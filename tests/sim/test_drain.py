@@ -117,8 +117,14 @@ def test_workers_that_can_not_reach_each_other_are_drained_through_the_store() -
         elif engine.state.stats().num_steps > 15:
             engine.tick(5.0)
     assert num_copies <= 2 * 3
+    assert engine.state.stats().num_evictions == 3
+    for _ in range(4):
+        engine.step()
+    add_worker(engine, "w2")
+    engine.drain("w1", 60.0)
     finish(engine, *names(engine))
     stats = engine.state.stats()
+    assert stats.migrations_by_reason == {"drain": 3}, "from elsewhere they are tried again"
     assert stats.num_evictions == 3
     assert stats.num_recomputed_tokens < 3 * BLOCK_SIZE
 
@@ -247,6 +253,7 @@ def test_the_first_deadline_holds_when_a_later_one_is_given() -> None:
     engine.drain("w0", 1000.0)
     engine.tick(9.0)
     run_until_stopped(engine)
+    assert engine.state.stats().num_evictions == 2
     finish(engine, *names(engine))
 
 

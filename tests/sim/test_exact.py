@@ -267,6 +267,68 @@ def test_a_scheduler_lost_after_any_step_changes_no_bit(
         assert bits(engine, "a") == right(kind, dtype)
 
 
+SAMPLED: dict[str, Any] = {
+    "n": 2,
+    "max_tokens": 14,
+    "temperature": 1.3,
+    "top_k": 200,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.2,
+    "logit_bias": {5: 2.0, 9: -3.0},
+}
+"""Each draws on what was generated before, or on the random stream."""
+
+
+@each_model
+def test_random_streams_go_on_through_all_that_can_befall_a_request(
+    load: Load, kind: str, dtype: str
+) -> None:
+    """Evicted, moved, its worker and then the scheduler lost: in prefill, and between any tokens.
+    Tokens that were generated on an earlier worker still count for the penalties."""
+    model = load(kind, dtype)
+
+    def answers(engine: SimEngine) -> list[bytes]:
+        engine.run()
+        stats = engine.state.stats()
+        assert stats.num_recomputed_rows + engine.past_recomputed_rows == 0
+        return [engine.result("a", index).bits() for index in range(2)]
+
+    calm = real_engine(model, chunk=4096)
+    submit(calm, "a", seed=3, **SAMPLED)
+    expected = answers(calm)
+    assert calm.result("a", 0).token_ids != calm.result("a", 1).token_ids
+    for num_steps in (1, 4):
+        engine = real_engine(model, 3, chunk=64, enable_journal=True, save_segment_tokens=32)
+        submit(engine, "a", seed=3, **SAMPLED)
+
+        def go_on(count: int, engine: SimEngine = engine) -> None:
+            for _ in range(count):
+                engine.step()
+
+        def worker(engine: SimEngine = engine) -> str:
+            return next(i.worker_id for i in engine.state.request_infos(0) if i.worker_id)
+
+        go_on(num_steps)
+        engine.evict("a")
+        go_on(4)
+        assert engine.migrate("a", next(w for w in engine.runners if w != worker())) is None
+        go_on(4)
+        engine.lose(worker())
+        go_on(4)
+        infos = engine.state.request_infos(0)
+        assert [i.num_evictions for i in infos] == [1, 1]
+        assert all(sum(getattr(i, n) for i in infos) for n in ("num_migrations", "num_workers_lost"))
+        assert 0 < min(i.num_output_tokens for i in infos) < SAMPLED["max_tokens"]
+        engine.restart_scheduler()
+        assert len(engine.live) == 2
+        go_on(2)
+        engine.evict("a")
+        assert answers(engine) == expected
+
+
 @each_model
 @pytest.mark.parametrize("length", [1, 2, 41, 81])
 def test_a_last_chunk_of_one_token_changes_no_bit(

@@ -88,7 +88,7 @@ def test_a_scheduler_lost_after_any_number_of_actions_brings_every_request_to_it
         run(engine, None if in_order else rng)
 
 
-@pytest.mark.parametrize("lag", [1, 4, 9])
+@pytest.mark.parametrize("lag", [1, 6])
 def test_records_that_were_not_written_in_time_are_made_again_with_the_same_bits(lag: int) -> None:
     """The journal writes in batches: the last ones die with the scheduler, and clients may have
     been told already what is lost. They submit again; seeds are theirs, so bits are the same."""

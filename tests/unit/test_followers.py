@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -86,6 +87,35 @@ def test_attaching_tells_of_every_completion_that_is_live() -> None:
         "tell a.1 tokens=[7] (b)",
     ]
     assert script.say(ReplayRequested("a#1", "c")) == ["tell a.1 tokens=[7] (c)"]
+
+
+@pytest.mark.parametrize("how", ["sends it again", "attaches"])
+def test_who_comes_late_is_told_of_completions_that_have_ended_already(how: str) -> None:
+    """One was cancelled, one was completed, one goes on. Nobody would ever tell of the first two
+    again, and whoever waits for all of them would wait for ever."""
+    script = Script(enable_offload=False)
+    script.submit("a", 5, n=3, max_tokens=4, prompt_logprobs=1, stop_token_ids=(8,))
+    script.computed()
+    script.computed()
+    script.say(RequestCancelled("a#0"))
+    done = script.batch_done()
+    results = [msgspec.structs.replace(r, sampled_token_id=8) for r in done.output.results]
+    done.output.results[1] = results[1]
+    script.say(done)
+    assert script.state.live_ids() == ["a#2"]
+    if how == "attaches":
+        told = script.say(ReplayRequested("a", "b"))
+    else:
+        told = script.submit(
+            "a", 5, n=3, max_tokens=4, prompt_logprobs=1, stop_token_ids=(8,), client_id="b"
+        )
+    assert told == [
+        "tell a.0 rows=4 tokens=[7, 7] abort (b)",
+        "tell a.1 tokens=[7, 8] stop (b)",
+        "tell a.2 tokens=[7, 7] (b)",
+    ]
+    script.say(RequestCancelled("a"))
+    assert script.submit("a", 5, client_id="b") == [], "nothing of the old ones is told"
 
 
 def test_a_client_that_attaches_twice_is_told_everything_again_but_once_after_that() -> None:

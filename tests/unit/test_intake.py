@@ -223,11 +223,16 @@ def test_other_content_under_the_id_of_a_result_is_a_new_request() -> None:
     run(test)
 
 
-def test_a_half_ended_submission_is_told_what_has_ended_and_follows_the_rest() -> None:
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT])
+def test_a_half_ended_submission_is_told_what_has_ended_and_follows_the_rest(
+    reason: FinishReason,
+) -> None:
+    """Also of the one that was cancelled, where its stop string came: it won't be told again."""
+
     async def test() -> None:
         desk = Desk()
         both = submission("r", n=2)
-        desk.journal.results["r"] = ended(both)[:1]
+        desk.journal.results["r"] = ended(both, reason)[:1]
         desk.state.live["r"] = both
         assert await desk.submit(both) == [None]
         assert desk.submitted == ["r"], "the core tells what is live"

@@ -12,7 +12,7 @@ from scheduler.block_pool import BlockPool
 from scheduler.codec import int_array
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, RequestTooLarge
-from scheduler.live import LiveRequest, WorkerView
+from scheduler.live import LiveRequest, Migration, WorkerView
 from scheduler.messages import Submission, WorkerInfo
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.sampling_params import SamplingParams
@@ -124,6 +124,25 @@ def test_one_block_per_running_request_stays_free() -> None:
     assert policy.choose_worker(live_request(1, 9, max_tokens=1), [view], CONFIG) is None
 
 
+def test_a_worker_that_an_operator_has_named_is_chosen_if_it_has_room() -> None:
+    idle, busy, full = worker("idle"), worker("busy"), worker("full", 4)
+    settle(busy, live_request(0), 2).num_kv_tokens = 7
+    settle(full, live_request(1, 12), 3)
+    for named, chosen in (("busy", busy), ("full", idle), ("nobody", idle)):
+        live = live_request(2)
+        live.migrate_to = named
+        placement = policy.choose_worker(live, [idle, busy, full], CONFIG)
+        assert placement is not None
+        assert placement.worker is chosen
+
+
+def test_a_draining_worker_is_not_chosen_although_it_is_idle() -> None:
+    view = worker()
+    view.drain_deadline_s = 5.0
+    assert policy.choose_worker(live_request(0), [view], CONFIG) is None
+    assert policy.choose_worker_to_clear(live_request(0), [view], CONFIG) is None
+
+
 def test_cached_blocks_that_nobody_holds_are_not_counted_as_free_too() -> None:
     view = worker(num_blocks=4)
     live = live_request(0, 16)
@@ -147,6 +166,19 @@ def test_the_youngest_of_equals_goes_and_never_one_that_came_before() -> None:
     assert policy.choose_victim(third.request, view) is None
 
 
+def test_a_request_that_is_on_its_way_elsewhere_is_no_victim() -> None:
+    """Its blocks come free without anybody's doing."""
+    view, other = worker(num_blocks=8), worker("w1")
+    first, moves = settle(view, live_request(0), 2), settle(view, live_request(1, priority=1), 6)
+    moves.migration = Migration(other, [], "asked")
+    assert policy.choose_victim(first.request, view) is None
+    assert view.num_leaving_blocks() == 6
+    assert policy.choose_worker_to_clear(live_request(2, max_tokens=1), [view], CONFIG) == (
+        view,
+        [],
+    )
+
+
 def test_the_cheapest_of_the_lowest_priority_goes_first() -> None:
     view = worker()
     first = settle(view, live_request(0), 2)
@@ -164,6 +196,48 @@ def test_admission_evicts_only_for_strictly_higher_priority() -> None:
     high = live_request(2, 12, max_tokens=1)
     assert policy.choose_worker_to_clear(equal, [view], CONFIG) is None
     assert policy.choose_worker_to_clear(high, [view], CONFIG) == (view, [low])
+
+
+# ----------------------------------------------------------------------------------- migration
+
+
+def decoding(arrival: int, view: WorkerView, max_tokens: int = 30) -> LiveRequest:
+    live = settle(view, live_request(arrival, 8, max_tokens=max_tokens), 3)
+    live.num_kv_tokens = live.request.num_computed_tokens = 8
+    live.request.output_token_ids = [1]
+    live.has_progressed_here = True
+    return live
+
+
+def test_the_least_busy_worker_with_room_to_grow_is_the_target_of_a_move() -> None:
+    source, busy, idle, small = worker("s"), worker("b"), worker("i"), worker("t", 4)
+    live = decoding(0, source, max_tokens=5)
+    decoding(1, busy)
+    assert policy.choose_target(live, [source, busy, idle, small], CONFIG) is idle
+    assert policy.choose_target(live, [source, busy], CONFIG) is busy
+    assert policy.choose_target(live, [source], CONFIG) is None
+    settle(small, live_request(2, 4), 1)
+    assert policy.has_room_for(live, small, CONFIG)
+    assert policy.choose_target(live, [source, small], CONFIG) is None, "the next token has none"
+    idle.drain_deadline_s = 5.0
+    assert policy.choose_target(live, [source, idle], CONFIG) is None
+
+
+def test_the_load_is_evened_out_only_where_that_leaves_no_reason_to_move_back() -> None:
+    config = SchedulerConfig(block_size=BLOCK_SIZE, max_model_len=100, vocab_size=50)
+    busy, idle = worker("busy", 40), worker("idle", 40)
+    lives = [decoding(i, busy) for i in range(2)]
+    lives[1].request.max_tokens = 80
+    assert policy.choose_rebalance([busy, idle], config) == (lives[1], idle)
+    assert policy.choose_rebalance([busy], config) is None
+    assert policy.num_tokens_to_go(lives[1]) == 8 + 79 - 8
+    for field, value in {"num_failed_copies": 2, "is_evict_wanted": True}.items():
+        before = getattr(lives[1], field)
+        setattr(lives[1], field, value)
+        assert policy.choose_rebalance([busy, idle], config) is None, "the other is almost done"
+        setattr(lives[1], field, before)
+    decoding(3, idle)
+    assert policy.choose_rebalance([busy, idle], config) is None
 
 
 # ------------------------------------------------------------------------------------ progress

@@ -22,6 +22,7 @@ from scheduler.events import (
     RequestCancelled,
     SaveDone,
     SaveFailed,
+    StoreLost,
     WorkerExpected,
     WorkerJoined,
     WorkerLost,
@@ -473,6 +474,19 @@ def test_a_request_whose_worker_dies_in_the_middle_of_its_move_is_queued_and_not
     assert script.state.stats().num_used_blocks == 5
 
 
+def test_a_step_that_fails_during_a_move_is_tried_again_without_the_one_that_stands_still() -> None:
+    """It was in the batch too, and is first in order; the others do not wait for its copy."""
+    script = Script(enable_offload=False, max_num_batched_tokens=32)
+    script.say(submitted("a", 6, max_tokens=9), submitted("b", 6, max_tokens=9))
+    script.computed()
+    script.say(WorkerJoined(worker_info("w1")), MigrateRequested("a", "w1"))
+    assert script.batch_failed() == [
+        "copy 2 of a from w0 to w1",
+        "w0 runs forget a, forget b, b[6:7] sample new",
+    ]
+    assert script.say(CopyDone(script.last(CopyBlocks).op_id, 2)) == ["w1 runs a[6:7] sample new"]
+
+
 def test_a_drained_worker_is_stopped_when_its_last_request_has_left() -> None:
     script = Script(enable_offload=False, max_num_batched_tokens=32)
     script.submit("a", 6, max_tokens=9)
@@ -513,6 +527,18 @@ def test_a_long_prompt_is_saved_in_segments_while_it_is_computed() -> None:
         "release a",
         "w1 runs a[8:16] new",
     ]
+
+
+def test_a_save_answered_by_a_store_that_is_gone_counts_for_nothing() -> None:
+    """The answer was on its way when the store died: what it speaks of is not there any more."""
+    script = Script(save_segment_tokens=8)
+    script.submit("a", 49, prompt_logprobs=1)
+    script.computed()
+    script.say(SaveDone(script.last(SaveBlocks).op_id, 2, 2))
+    script.computed()
+    late = script.last(SaveBlocks).op_id
+    script.say(StoreLost(), SaveDone(late, 2, 2))
+    assert script.computed() == ["save 6 of a owned replace", "w0 runs a[24:32] rows=8"]
 
 
 def test_a_lone_request_is_given_up_when_three_workers_in_a_row_have_died_of_it() -> None:

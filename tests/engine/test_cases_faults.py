@@ -1,0 +1,179 @@
+"""Real actors: what other engines' users report when processes die, clients leave or calls fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster import Client, RequestOutput, SamplingParams
+from cluster.launch import kill_engine
+from cluster.handle import RequestHandle
+from scheduler.errors import DeadlineExceeded, RequestFailed
+from scheduler.messages import WorkerReport
+from tests.engine.conftest import DEADLINE_S, ENGINE, pid_of, wait_for
+from tests.engine.test_lifecycle import start_with
+from workers.actor import WorkerActor
+
+SECONDS = 10.0
+"""Within which the engine says how it is, whatever has just died."""
+PROMPTS = [[40 + (i * j) % 100 for j in range(400)] for i in range(1, 13)]
+PARAMS = SamplingParams(max_tokens=40, prompt_logprobs=1, logprobs=1, seed=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """An engine whose processes may be killed."""
+    settings = ENGINE | {
+        "journal_path": str(tmp_path_factory.mktemp("journal") / "requests.db"),
+        "num_blocks": 240,
+        "save_segment_tokens": 64,
+    }
+    with Client(model=tiny_model, name="faulty", **settings) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: Client) -> list[RequestOutput]:
+    return engine.generate(PROMPTS, PARAMS)
+
+
+def soon(ask: Callable[[], Any]) -> Any:
+    """Ask the engine, which has to answer within seconds."""
+    begin_s = time.monotonic()
+    answer = ask()
+    assert time.monotonic() - begin_s < SECONDS
+    return answer
+
+
+def in_mid_prefill(client: Client) -> WorkerReport:
+    """A worker with a request of which a part of the prompt is computed."""
+    found: list[str] = []
+
+    def is_there() -> bool:
+        found[:] = [
+            info.worker_id
+            for info in client.requests()
+            if info.worker_id and 0 < info.num_computed_tokens < info.num_prompt_tokens
+        ]
+        return bool(found)
+
+    wait_for(is_there, "a request is in mid-prefill")
+    return next(worker for worker in client.workers() if worker.worker_id == found[0])
+
+
+def assert_equal_bits(handles: list[RequestHandle], expected: list[RequestOutput]) -> None:
+    for handle, wanted in zip(handles, expected, strict=True):
+        output = handle.result(timeout=DEADLINE_S)
+        assert output.outputs == wanted.outputs
+        assert output.prompt_logprobs == wanted.prompt_logprobs
+
+
+def assert_idle(client: Client) -> None:
+    wait_for(lambda: not client.requests(), "every request has ended")
+    wait_for(lambda: client.stats().scheduler.num_used_blocks == 0, "all blocks are given back")
+    wait_for(lambda: len(client.workers()) == 2, "both workers are there")
+    assert client.stats().scheduler.num_recomputed_rows == 0
+
+
+def test_workers_killed_in_mid_prefill_and_in_turn_and_then_the_scheduler(
+    engine: Client, undisturbed: list[RequestOutput]
+) -> None:
+    """Every request ends with its own bits, and the engine says meanwhile how it is."""
+    handles = engine.submit_many(PROMPTS, PARAMS)
+    killed = [in_mid_prefill(engine)]
+    os.kill(killed[0].pid, signal.SIGKILL)
+    for num_killed in (1, 2, 3):
+        wait_for(
+            lambda n=num_killed: soon(engine.stats).scheduler.num_workers_lost == n,
+            "the loss is noticed",
+        )
+        left = soon(engine.workers)
+        assert not {worker.worker_id for worker in killed} & {w.worker_id for w in left}
+        wait_for(lambda: bool(soon(engine.workers)), "a worker is there")
+        killed.append(max(engine.workers(), key=lambda worker: worker.num_running))
+        os.kill(killed[-1].pid, signal.SIGKILL)
+    os.kill(pid_of("haversack-faulty-scheduler"), signal.SIGKILL)
+    soon(engine.stats)
+    soon(engine.workers)
+    late = engine.submit_many(PROMPTS[:2], PARAMS)
+    assert_equal_bits([*handles, *late], [*undisturbed, *undisturbed[:2]])
+    assert_idle(engine)
+
+
+def test_of_two_clients_one_hangs_up_and_the_other_gets_all_although_a_worker_is_lost(
+    engine: Client, undisturbed: list[RequestOutput]
+) -> None:
+    settings = {"name": "faulty", "namespace": ENGINE["namespace"], "start": False}
+    with Client(**settings) as staying:
+        with Client(**settings) as leaving:
+            ids = [f"both-{i}" for i in range(len(PROMPTS))]
+            leaving.submit_many(PROMPTS, PARAMS, request_ids=ids)
+            alone = leaving.submit(PROMPTS[0], LONG, request_id="alone")
+            handles = staying.submit_many(PROMPTS, PARAMS, request_ids=ids)
+            os.kill(in_mid_prefill(engine).pid, signal.SIGKILL)
+        assert alone.done()
+        wait_for(
+            lambda: "alone" not in {info.request_id for info in engine.requests()},
+            "what nobody waits for ends",
+        )
+        assert_equal_bits(handles, undisturbed)
+    assert_idle(engine)
+
+
+def test_a_client_that_runs_out_of_time_and_tries_again_queues_one_request(engine: Client) -> None:
+    """Under its id, while the engine is busy with others: dead tries are not computed."""
+    busy = engine.submit_many(PROMPTS, LONG, priority=-1)
+    before = engine.stats().scheduler
+    for _ in range(10):
+        handle = engine.submit(PROMPTS[0], PARAMS, request_id="patient", timeout_s=0.03, priority=1)
+        assert sum(i.request_id == "patient" for i in engine.requests()) <= 1
+        with pytest.raises(DeadlineExceeded):
+            handle.result(timeout=DEADLINE_S)
+    after = engine.stats().scheduler
+    assert after.num_expired - before.num_expired == 10
+    for handle in busy:
+        handle.cancel()
+    output = engine.submit(PROMPTS[0], PARAMS, request_id="patient").result(timeout=DEADLINE_S)
+    assert len(output.outputs[0].token_ids) == PARAMS.max_tokens
+    assert_idle(engine)
+
+
+# ------------------------------------------------------------------------ calls that always fail
+
+
+class BrokenWorker(WorkerActor):
+    """Every step of it raises."""
+
+    def execute(self, epoch: int, data: bytes) -> bytes:
+        raise RequestFailed("boom")
+
+
+def private_mb(pid: int) -> float:
+    return float(psutil.Process(pid).memory_full_info().uss) / 2**20
+
+
+@pytest.mark.slow
+def test_thousands_of_steps_that_fail_leave_the_schedulers_memory_flat(tiny_model: str) -> None:
+    config, handles = start_with(BrokenWorker, tiny_model, "broken", max_num_seqs=8)
+    try:
+        with Client(name="broken", namespace=config.namespace, start=False) as client:
+            pid = pid_of("haversack-broken-scheduler")
+            readings = []
+            for _ in range(8):
+                for handle in client.submit_many([PROMPTS[0][:40]] * 300, PARAMS):
+                    with pytest.raises(RequestFailed, match="boom"):
+                        handle.result(timeout=DEADLINE_S)
+                readings.append(private_mb(pid))
+            assert client.stats().scheduler.num_failed == 2400
+            assert readings[-1] - readings[2] < 4.0, readings
+    finally:
+        kill_engine(handles)
