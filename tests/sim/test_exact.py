@@ -320,7 +320,9 @@ def test_random_streams_go_on_through_all_that_can_befall_a_request(
         go_on(4)
         infos = engine.state.request_infos(0)
         assert [i.num_evictions for i in infos] == [1, 1]
-        assert all(sum(getattr(i, n) for i in infos) for n in ("num_migrations", "num_workers_lost"))
+        assert all(
+            sum(getattr(i, n) for i in infos) for n in ("num_migrations", "num_workers_lost")
+        )
         assert 0 < min(i.num_output_tokens for i in infos) < SAMPLED["max_tokens"]
         engine.restart_scheduler()
         assert len(engine.live) == 2
