@@ -26,7 +26,8 @@ from ray.exceptions import RayError
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.remote import RemoteStore, RemoteWorker, StoreActor, in_thread
+from cluster.remote import RemoteStore, RemoteWorker, in_thread
+from offload_store.actor import OffloadStoreActor
 from scheduler.calls import ActorLost, CallFailed, within
 from scheduler.codec import decode
 from scheduler.errors import HaversackError, RequestFailed, StartupFailed
@@ -162,7 +163,7 @@ class RayFleet:
 
     # ------------------------------------------------------------------------ the other actors
 
-    def store(self, info: WorkerInfo) -> RemoteStore | None:
+    def store(self, info: WorkerInfo, epoch: int) -> RemoteStore | None:
         """Return the engine's store, not opened, for blocks as `info` says; None: it has none."""
         if self.offload_bytes == 0:
             return None
@@ -170,7 +171,7 @@ class RayFleet:
         def find_or_start() -> tuple[Any, bool]:
             with contextlib.suppress(ValueError):
                 return self._get("store"), False
-            kind = _actor_class(StoreActor, num_cpus=0, max_concurrency=_MAX_STORE_CALLS)
+            kind = _actor_class(OffloadStoreActor, num_cpus=0, max_concurrency=_MAX_STORE_CALLS)
             options = self._options("store") | {"max_restarts": -1} | self.at_home()
             handle = kind.options(**options).remote(
                 self.offload_bytes,
@@ -180,7 +181,7 @@ class RayFleet:
             )
             return handle, True
 
-        return RemoteStore(find_or_start)
+        return RemoteStore(epoch, find_or_start)
 
     def start_scheduler(self, kind: type, concurrency_groups: dict[str, int], *args: Any) -> Any:
         """Start the engine's scheduler; ValueError: there is one. Blocks."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from offload_store.actor import OffloadStoreActor
 from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
 from scheduler.calls import ActorLost, CallFailed, within
 from scheduler.errors import HaversackError, RequestFailed
@@ -119,28 +117,17 @@ def _kill(handle: Any, no_restart: bool) -> None:
         ray.kill(handle, no_restart=no_restart)
 
 
-class StoreActor(OffloadStoreActor):
-    """An offload store that tells itself from the one that was there before a restart."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the arguments of `OffloadStoreActor`."""
-        super().__init__(*args, **kwargs)
-        self._incarnation = secrets.token_hex(8)
-
-    async def incarnation(self) -> str:
-        """Return a name that no other process of this actor has."""
-        return self._incarnation
-
-
 class RemoteStore:
-    """A `scheduler.calls.Store` behind the handle of a `StoreActor`."""
+    """A `scheduler.calls.Store` behind the handle of an `OffloadStoreActor`."""
 
-    def __init__(self, find_or_start: Callable[[], tuple[Any, bool]]) -> None:
+    def __init__(self, epoch: int, find_or_start: Callable[[], tuple[Any, bool]]) -> None:
         """Know nothing of it yet: until `open` or `restart` has ended, it is lost.
 
         Args:
+            epoch: of the calling scheduler.
             find_or_start: returns the actor's handle, and whether it is a new one; may block.
         """
+        self._epoch = epoch
         self._find_or_start = find_or_start
         self._handle: Any = None
         self._incarnation: str | None = None
@@ -187,7 +174,7 @@ class RemoteStore:
         self._handle, is_new = await in_thread(self._find_or_start)
         self._is_starting |= is_new
         timeout_s = _STORE_START_TIMEOUT_S if self._is_starting else _STORE_PING_TIMEOUT_S
-        asked = call(self._name, self._handle.incarnation.remote())
+        asked = call(self._name, self._handle.serve.remote(self._epoch))
         return await asyncio.wait_for(asked, timeout_s)
 
     async def _end(self) -> None:
@@ -212,6 +199,7 @@ class RemoteStore:
     async def lookup(self, action: LookupBlocks) -> int:
         num_tokens = await self._call(
             "lookup",
+            self._epoch,
             action.request_id,
             action.block_hashes,
             action.num_readable_tokens,

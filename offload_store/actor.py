@@ -20,6 +20,8 @@ Rules:
 - Nobody waits for ever for a worker that hangs. A read that was given up harms nobody; a write that
   was given up may still happen, which only the worker can tell: an empty write to it is a fence.
 - All that is known is in this process. Restarted, the store is empty, and every lookup a miss.
+- The store serves one scheduler at a time. What an earlier one still asks for is refused: nobody
+  would ever give back what it pinned or owned.
 
 A worker is a handle with two methods; both refuse an epoch that is not the worker's, which is
 that of the scheduler that reset it. `read_blocks(epoch, block_ids)` returns two objects: these
@@ -34,6 +36,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -50,6 +53,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_TRANSFER_TIMEOUT_S = 60.0
 _PULL_TIMEOUT_S = 10.0
 _MAX_PULLS = 64
+
+
+class StaleCaller(RuntimeError):
+    """The caller is a scheduler in whose place another one has come."""
 
 
 class OffloadStoreActor:
@@ -77,6 +84,8 @@ class OffloadStoreActor:
         """ObjectRef to each segment's uint8 [rows, block_bytes], from `read_blocks` on."""
         self._block_bytes = block_bytes
         self._timeout_s = transfer_timeout_s
+        self._epoch = 0
+        self._incarnation = secrets.token_hex(8)
         self._pulls = ThreadPoolExecutor(_MAX_PULLS, thread_name_prefix="pull")
         self._store = OffloadStore(
             capacity_bytes,
@@ -86,8 +95,22 @@ class OffloadStoreActor:
             on_drop=lambda segment_id: self._data.pop(segment_id, None),
         )
 
+    async def serve(self, epoch: int) -> str:
+        """Serve the scheduler of this epoch, and no earlier one.
+
+        Returns:
+            a name that no other process of this actor has: a store that was restarted has another.
+
+        Raises:
+            StaleCaller: a later one is served already.
+        """
+        self._check(epoch)
+        self._epoch = epoch
+        return self._incarnation
+
     async def lookup(
         self,
+        epoch: int,
         request_id: str,
         block_hashes: list[bytes],
         num_readable_tokens: int,
@@ -97,7 +120,11 @@ class OffloadStoreActor:
         """Return how many leading tokens can be loaded; they stay so until `release`.
 
         See `OffloadStore.lookup`.
+
+        Raises:
+            StaleCaller: `epoch` is not that of the scheduler that is served.
         """
+        self._check(epoch)
         return self._store.lookup(
             request_id,
             block_hashes,
@@ -134,7 +161,9 @@ class OffloadStoreActor:
 
         Raises:
             ValueError: the two lists differ in length.
+            StaleCaller: `epoch` is not that of the scheduler that is served.
         """
+        self._check(epoch)
         _check_lengths(block_hashes, block_ids)
         plan = self._store.prepare_save(request_id, block_hashes, owned=owned, replace=replace)
         unended = {segment_id for segment_id, _ in plan.segments}
@@ -167,9 +196,11 @@ class OffloadStoreActor:
 
         Raises:
             ValueError: the two lists differ in length.
+            StaleCaller: `epoch` is not that of the scheduler that is served.
             TimeoutError: the worker takes too long, and may still write into the blocks.
             ray.exceptions.RayError: the worker died, serves another epoch or failed to write.
         """
+        self._check(epoch)
         _check_lengths(block_hashes, block_ids)
         rows = self._store.segments_of(request_id, block_hashes)
         if not rows:
@@ -212,6 +243,10 @@ class OffloadStoreActor:
     async def ping(self) -> bool:
         """Return True: the actor is up and its event loop turns."""
         return True
+
+    def _check(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise StaleCaller(f"epoch {epoch} is over: the store serves {self._epoch}")
 
     async def _read(
         self, worker: Any, epoch: int, block_ids: list[int], plan: SavePlan, unended: set[int]

@@ -77,7 +77,7 @@ class EngineStore(Store, Protocol):
 class EngineFleet(Fleet, Protocol):
     """Starts and ends the actors that the engine is made of."""
 
-    def store(self, info: WorkerInfo) -> EngineStore | None:
+    def store(self, info: WorkerInfo, epoch: int) -> EngineStore | None:
         """Return the engine's store, not opened yet; None where it has none."""
 
     async def clear(self) -> None:
@@ -176,7 +176,7 @@ class SchedulerActor:
             info = await self._first_start()
         self._limits = spec.limits(info)
         self._state = SchedulerState(self._limits)
-        self._store = spec.fleet.store(info)
+        self._store = spec.fleet.store(info, supervisor.epoch)
         loop = SchedulerLoop(
             self._state,
             self._store,

@@ -175,6 +175,11 @@ class Supervisor:
         self._remembering = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def epoch(self) -> int:
+        """Of this scheduler; later than that of any before it."""
+        return self._epoch
+
     # --------------------------------------------------------------------------------- starting
 
     async def start_all(self) -> WorkerInfo:

@@ -170,7 +170,7 @@ def get(ref):
 
 
 def look(store, request_id: str, hashes: list[bytes], readable=10**6, own=0, skip=False) -> int:
-    return get(store.lookup.remote(request_id, hashes, readable, own, skip))
+    return get(store.lookup.remote(EPOCH, request_id, hashes, readable, own, skip))
 
 
 def ids(start: int, num_blocks: int) -> list[int]:
@@ -359,6 +359,24 @@ def test_a_worker_of_another_epoch_is_neither_read_nor_written(start_store, star
     assert stats["used_bytes"] == 10 * BLOCK_BYTES, "only what was there before, all of it"
     assert (stats["num_owned_segments"], stats["num_lost_blocks"]) == (0, 0)
     assert get(store.load.remote("r", target, EPOCH + 1, A, ids(0, 10))) == 10
+
+
+def test_what_an_earlier_scheduler_still_asks_for_leaves_nothing(start_store, start_worker):
+    """Its calls may be on their way when the next one has taken over."""
+    store, source = start_store(), start_worker(1)
+    first = get(store.serve.remote(EPOCH))
+    assert get(store.serve.remote(EPOCH + 1)) == first
+    late = [
+        store.lookup.remote(EPOCH, "x", A, 160, 0, False),
+        store.save.remote("x", source, EPOCH, A, ids(0, 10), True, False),
+        store.load.remote("x", source, EPOCH, A, ids(0, 10)),
+        store.serve.remote(EPOCH),
+    ]
+    for call in late:
+        with pytest.raises(ray.exceptions.RayTaskError, match="is over"):
+            get(call)
+    stats = get(store.stats.remote())
+    assert (stats["num_requests"], stats["num_queries"], stats["used_bytes"]) == (0, 0, 0)
 
 
 def test_a_new_scheduler_retains_what_its_requests_own(start_store, start_worker):

@@ -110,12 +110,30 @@ class WorkerHandle:
         self.worker.is_dead = True
 
 
+@dataclass
+class StoreHandle:
+    """The store as the scheduler of an epoch calls it."""
+
+    store: Store
+    epoch: int
+
+    def __post_init__(self) -> None:
+        self.store.epoch = self.epoch
+        self.load, self.save = self.store.load, self.store.save
+        self.release, self.retain = self.store.release, self.store.retain
+        self.restart = self.store.restart
+
+    async def lookup(self, action: LookupBlocks) -> int:
+        return await self.store.lookup(self.epoch, action)
+
+
 class Store:
     """The real index, and an actor around it that dies, freezes and comes back empty."""
 
     def __init__(self, world: World, capacity_bytes: int) -> None:
         self.world = world
         self.capacity_bytes = capacity_bytes
+        self.epoch = 0
         self.start()
 
     def start(self) -> None:
@@ -139,8 +157,9 @@ class Store:
             raise ActorLost("the store is dead")
         return self.incarnation
 
-    async def lookup(self, action: LookupBlocks) -> int:
+    async def lookup(self, epoch: int, action: LookupBlocks) -> int:
         await self._alive()
+        self.check(epoch)
         return self.index.lookup(
             action.request_id,
             action.block_hashes,
@@ -151,6 +170,7 @@ class Store:
 
     async def load(self, action: LoadBlocks, worker: Any) -> int:
         incarnation = await self._alive()
+        self.check(worker.epoch)
         rows = self.index.segments_of(action.request_id, action.block_hashes)
         if not rows:
             return 0
@@ -166,6 +186,7 @@ class Store:
 
     async def save(self, action: SaveBlocks, worker: Any) -> tuple[int, int]:
         incarnation = await self._alive()
+        self.check(worker.epoch)
         index, kept = self.index, self.data
         plan = index.prepare_save(
             action.request_id, action.block_hashes, owned=action.owned, replace=action.replace
@@ -190,6 +211,11 @@ class Store:
     async def retain(self, request_ids: list[str]) -> None:
         await self._alive()
         self.index.retain(request_ids)
+
+    def check(self, epoch: int) -> None:
+        """Refuse a scheduler in whose place another one has come."""
+        if epoch < self.epoch:
+            raise CallFailed(StaleEpoch("another scheduler is served"))
 
     async def restart(self) -> None:
         self.is_dead = True
@@ -299,7 +325,7 @@ class World:
         self.state = SchedulerState(self.config)
         self.loop = SchedulerLoop(
             self.state,
-            self.store,
+            StoreHandle(self.store, self.epoch),
             journal=self.journal,
             client_grace_s=20.0,
             watch_interval_s=0.01,

@@ -85,7 +85,7 @@ class FakeParts:
     async def recall(self) -> bytes | None:
         return self.memory
 
-    def store(self, found: WorkerInfo) -> Any:
+    def store(self, found: WorkerInfo, epoch: int) -> Any:
         return self.the_store
 
     async def clear(self) -> None:
