@@ -16,7 +16,7 @@ from scheduler.request import FinishReason, RequestStatus
 from scheduler.residency import evict, register_full_blocks, save_progress
 from scheduler.steps import make_chunk
 
-_MAX_LONE_DEATHS = 3
+_MAX_LONE_DEATHS = 5
 """Workers in a row that may die of one request alone before it is given up."""
 
 

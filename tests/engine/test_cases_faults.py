@@ -21,6 +21,8 @@ from tests.engine.conftest import DEADLINE_S, ENGINE, pid_of, wait_for
 from tests.engine.test_lifecycle import start_with
 from workers.actor import WorkerActor
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 10.0
 """Within which the engine says how it is, whatever has just died."""
 PROMPTS = [[40 + (i * j) % 100 for j in range(400)] for i in range(1, 9)]

@@ -131,8 +131,8 @@ def play(client: Client, seed: int, undisturbed: list[bytes], kinds: list[str]) 
 
 QUICK = [
     ["kill worker", "migrate", "kill scheduler"],
-    ["migrate", "freeze worker", "evict", "kill store"],
-    ["kill every worker", "pause scheduler", "drain worker", "freeze store"],
+    ["drain worker", "freeze worker", "kill store"],
+    ["evict", "pause scheduler", "kill worker", "migrate"],
 ]
 
 

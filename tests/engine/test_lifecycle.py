@@ -342,6 +342,7 @@ def test_the_worker_of_a_node_that_is_to_go_moves_to_another_node(
 # ---------------------------------------------------------------------------------------- ending
 
 
+@pytest.mark.slow
 def test_when_an_engine_ends_no_actor_and_no_process_of_it_is_left(tiny_model: str) -> None:
     with Client(model=tiny_model, name="passing", **ENGINE) as client:
         pids = pids_of(client, "passing")
@@ -435,6 +436,7 @@ def test_when_the_scheduler_is_ended_every_handle_ends_within_seconds(tiny_model
         client.close()
 
 
+@pytest.mark.slow
 def test_waiting_polls_keep_no_control_call_from_starting(tiny_model: str) -> None:
     """Far more polls wait than Ray starts at once, and the calls that matter still get through."""
     config = EngineConfig(model=tiny_model, name="crowded", **ENGINE | {"num_workers": 1})

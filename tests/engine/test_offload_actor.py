@@ -409,6 +409,7 @@ def test_a_worker_that_hangs_costs_a_save_the_segments_it_did_not_read(
     assert get(store.save.remote("x", other, EPOCH, A, ids(0, 10), True, False)) == (10, 10)
 
 
+@pytest.mark.slow
 def test_segments_read_before_a_worker_hangs_are_kept(start_store, start_worker):
     store, source, target = start_store(timeout_s=2.0), start_worker(1), start_worker(2)
     get(source.hold_call.remote(1))
@@ -420,6 +421,7 @@ def test_segments_read_before_a_worker_hangs_are_kept(start_store, start_worker)
     assert get(store.save.remote("x", source, EPOCH, A, ids(0, 10), False, False)) == (10, 6)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_in_a_load_is_reported_and_harms_no_data(
     start_store, start_worker, hang
 ):

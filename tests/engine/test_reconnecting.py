@@ -22,7 +22,10 @@ PARAMS = SamplingParams(max_tokens=60, prompt_logprobs=1, logprobs=1, seed=3, ig
 LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["with a journal", "without a journal"])
+@pytest.fixture(
+    scope="module",
+    params=["with a journal", pytest.param("without a journal", marks=pytest.mark.slow)],
+)
 def config(
     request: Any, local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineConfig]:

@@ -141,6 +141,7 @@ def test_workers_are_interchangeable_and_kv_moves_between_them(
     assert_same_bits(moved, alone)
 
 
+@pytest.mark.slow
 def test_a_migrated_request_goes_on_from_its_last_token_in_a_block_that_is_not_full(
     folder: Path, start: Callable[..., Any]
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_migrated_request_goes_on_from_its_last_token_in_a_block_that_is_not_f
     assert_same_bits(moved, alone)
 
 
+@pytest.mark.slow
 def test_a_lost_segment_ends_the_writing_and_the_rest_is_not_touched(worker: Any) -> None:
     size = drive(worker).info.block_bytes
     zeros = ray.put(np.zeros((4, size), np.uint8))
@@ -436,6 +438,7 @@ def test_what_goes_wrong_at_the_start_comes_back_as_what_it_is(
         get(start(folder, num_blocks=None).reset.remote(EPOCH))
 
 
+@pytest.mark.slow
 def test_a_budget_in_bytes_becomes_blocks(folder: Path, start: Callable[..., Any]) -> None:
     own = drive(start(folder, num_blocks=None, kv_bytes=10**6))
     assert own.info.num_blocks == 10**6 // own.info.block_bytes - 1

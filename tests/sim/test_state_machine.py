@@ -213,7 +213,7 @@ class EngineMachine(RuleBasedStateMachine):
                 names = [chunk.request_id for chunk in action.output.chunks]
                 if len(names) == 1:
                     self.lone_deaths[names[0]] += 1
-                    if self.lone_deaths[names[0]] >= 3:
+                    if self.lone_deaths[names[0]] >= 5:
                         self.unhappy.add(names[0])
         self.engine.lose(worker_id)
 
