@@ -34,8 +34,8 @@ from cluster.patience import (
 from scheduler.codec import decode, encode
 from scheduler.errors import (
     HaversackError,
-    InvalidRequest,
     Overloaded,
+    UnknownClient,
     WireError,
     from_wire,
 )
@@ -145,11 +145,8 @@ class Line:
         self.ledger.check_open()
         try:
             answer: bytes = self._calls.call(method, *args, timeout_s=timeout_s)
-        except InvalidRequest as error:
-            # What is wrong with a request is an answer, or has a type of its own.
-            if type(error) is InvalidRequest and args[:1] == (self.client_id,):
-                raise NotConnected(error.message) from None
-            raise
+        except UnknownClient as error:
+            raise NotConnected(error.message) from None
         return answer
 
     def tell_cancel(self, request_ids: list[str]) -> None:

@@ -17,12 +17,11 @@ however many, can't keep a control call from starting.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import ray
@@ -38,6 +37,7 @@ from scheduler.errors import (
     StartupFailed,
 )
 from scheduler.journal import Journal
+from scheduler.lifetime import Tasks
 from scheduler.loop import SchedulerLoop
 from scheduler.messages import Submission, WorkerInfo
 from scheduler.outbox import EngineInfo, EngineStats
@@ -59,7 +59,6 @@ _LONGEST_FAREWELL_S = 5.0
 _STORE_TIMEOUT_S = 60.0
 _JOURNAL_TIMEOUT_S = 20.0
 _JOURNAL_RETRY_S = 0.5
-_CLOSED_WATCH_S = 5.0
 
 T = TypeVar("T")
 
@@ -120,7 +119,7 @@ class SchedulerActor:
         """Begin to build the engine, for the first time or again."""
         self._spec = spec
         self._main = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._on_bug)
         self._epoch = time.time_ns()
         self._supervisor = Supervisor(
             spec.fleet,
@@ -144,7 +143,7 @@ class SchedulerActor:
         """Those that have not been answered."""
         self._last_call_s = 0.0
         """When the latest one was answered (monotonic)."""
-        self._spawn(self._begin())
+        self._tasks.spawn(self._begin())
 
     # ------------------------------------------------------------------------- the engine's life
 
@@ -198,7 +197,7 @@ class SchedulerActor:
         if spec.owner_client_id is not None:
             loop.expect(spec.owner_client_id)
         self._loop = loop
-        self._spawn(self._end_when_closed(loop))
+        self._tasks.spawn(self._end_when_closed(loop))
 
     async def _open_journal(self, path: str, timeout_s: float) -> Journal:
         """Open the journal, which a scheduler that was ended may hold until its process is gone.
@@ -244,20 +243,18 @@ class SchedulerActor:
         if client_id == self._spec.owner_client_id:
             logger.warning("the client that started the engine has gone: the engine ends")
             reason = EngineUnavailable("the engine ended with the client that had started it")
-            self._spawn(self._end(reason, _FAREWELL_S))
+            self._tasks.spawn(self._end(reason, _FAREWELL_S))
 
     def _on_bug(self, error: BaseException) -> None:
+        logger.error("the engine ends because of a bug in it", exc_info=error)
         reason = EngineUnavailable(
             f"the engine stopped because of a bug in it: {error!r}; start it again, and report this"
         )
-        self._spawn(self._end(reason, self._spec.client_grace_s))
+        self._tasks.spawn(self._end(reason, self._spec.client_grace_s))
 
     async def _end_when_closed(self, loop: SchedulerLoop) -> None:
         """End an engine that closed because of a bug, when clients have had time to hear of it."""
-        with contextlib.suppress(HaversackError):
-            while True:
-                await asyncio.sleep(_CLOSED_WATCH_S)
-                loop.stats()  # raises once it is closed
+        await loop.closed()
         await asyncio.sleep(self._spec.client_grace_s)
         await self._end(EngineUnavailable("the engine was closed"), _FAREWELL_S)
 
@@ -275,7 +272,7 @@ class SchedulerActor:
             await self._spec.fleet.clear()
         except Exception:
             logger.exception("a part of the engine was not ended")
-        self._spawn(self._leave(farewell_s))
+        self._tasks.spawn(self._leave(farewell_s))
 
     async def _leave(self, farewell_s: float) -> None:
         """End this actor when nobody has called for a while, and everybody has an answer."""
@@ -326,7 +323,8 @@ class SchedulerActor:
         written there.
 
         Raises:
-            InvalidRequest: the message is no list of submissions, or the client is not connected.
+            InvalidRequest: the message is no list of submissions.
+            UnknownClient: the client is not connected.
         """
         try:
             decoded = decode(submissions, list[Submission])
@@ -342,7 +340,7 @@ class SchedulerActor:
             the `Submission`.
 
         Raises:
-            InvalidRequest: the client is not connected.
+            UnknownClient: it is not connected.
             UnknownRequest: no live submission and no kept result has this id.
         """
         return encode(await self._on_main(lambda loop: loop.attach(client_id, request_id)))
@@ -446,8 +444,3 @@ class SchedulerActor:
                 self._last_call_s = time.monotonic()
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._main))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._main.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from scheduler.errors import InvalidRequest
+from scheduler.errors import UnknownClient
 from scheduler.lifetime import Lifetime, first_of
 from scheduler.messages import OutputDelta
 from scheduler.outbox import Outbox, PollAnswer
@@ -62,11 +62,11 @@ class Clients:
         """Do nothing for a client that is connected.
 
         Raises:
-            InvalidRequest: it is not.
+            UnknownClient: it is not.
         """
         outbox = self._outboxes.get(client_id)
         if outbox is None or not outbox.is_connected:
-            raise InvalidRequest(f"no client {client_id!r} is connected: connect first")
+            raise UnknownClient(f"no client {client_id!r} is connected: connect first")
 
     def silent(self, passed_s: float) -> list[str]:
         """Count `passed_s` more of silence; return the clients that have been silent for long."""

@@ -58,6 +58,10 @@ class DuplicateRequest(InvalidRequest):
     """A live request already has this id; the first one is not touched."""
 
 
+class UnknownClient(HaversackError):
+    """The scheduler does not know this client, or not any more: it has to connect first."""
+
+
 class UnknownRequest(InvalidRequest):
     """No live request and no kept result has this id."""
 

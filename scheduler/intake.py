@@ -15,7 +15,6 @@ from scheduler.clients import Clients
 from scheduler.errors import (
     DeadlineExceeded,
     EngineUnavailable,
-    InvalidRequest,
     UnknownRequest,
     WireError,
 )
@@ -53,17 +52,14 @@ class Intake:
     async def submit(self, client_id: str, submissions: list[Submission]) -> list[WireError | None]:
         """See `SchedulerLoop.submit`."""
         kept = await self._kept(client_id, [s.request_id for s in submissions])
-        answers: Answers = {}
         events: dict[int, RequestSubmitted] = {}
         for position, submission in enumerate(submissions):
-            if submission.detached and self._journal is None:
-                answers[position] = _NO_JOURNAL.to_wire()
-            elif not self._is_told(client_id, submission, kept.get(submission.request_id, [])):
+            if not self._is_told(client_id, submission, kept.get(submission.request_id, [])):
                 events[position] = RequestSubmitted(submission, client_id)
         if self._journal is None:
-            answers |= await self._take_in(events)
+            answers = await self._take_in(events)
         else:
-            answers |= await self._take_in_for_good(events, self._journal)
+            answers = await self._take_in_for_good(events, self._journal)
         return [answers.get(position) for position in range(len(submissions))]
 
     async def attach(self, client_id: str, request_id: str) -> Submission:
@@ -87,7 +83,7 @@ class Intake:
         """Return what has ended of these, as far as a journal keeps it.
 
         Raises:
-            InvalidRequest: the client is not connected.
+            UnknownClient: it is not connected.
             HaversackError: the engine is closed.
         """
         kept: dict[str, list[Request]] = {}
@@ -137,10 +133,6 @@ class Intake:
         return answers
 
 
-_NO_JOURNAL = InvalidRequest(
-    "a detached request needs a journal, in which its result waits: start the engine with one",
-    param="detached",
-)
 _NOT_WRITTEN = EngineUnavailable(
     "the journal can't be written, so that the request would not survive the loss of the "
     "scheduler: give the journal room on its disk, and submit again"

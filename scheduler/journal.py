@@ -2,7 +2,7 @@
 
 Rules:
 - Nobody but one thread writes, and only that thread and readers in threads of their own wait for
-  the disk: `append`, `when_durable`, `forget` and `stats` take a lock that is never held over IO.
+  the disk: `append`, `when_durable` and `stats` take a lock that is never held over IO.
 - Everything that waits is written in one transaction, and records appended together stay together,
   so what a crash leaves is a prefix of the records, cut between two calls of `append`.
 - Nobody waits for ever: where a write fails, those who wait for it are told that it is not durable,
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -76,7 +76,6 @@ class Journal:
         max_queued_bytes: int = 256 * 2**20,
         min_interval_s: float = 0.1,
         clock: Callable[[], float] = time.time,
-        on_error: Callable[[str], None] | None = None,
     ) -> None:
         """Open the journal, or create it and its folders, and start to write.
 
@@ -88,8 +87,6 @@ class Journal:
                 again can be under way to the disk.
             min_interval_s: from one write of mere progress to the next; a crash costs that much.
             clock: unix time, for `result_ttl_s`.
-            on_error: called from the thread with the reason, once each time that writing stops
-                working.
 
         Raises:
             InvalidConfig: the file can't be used; the text says why and what to do.
@@ -98,7 +95,6 @@ class Journal:
         self._max_result_bytes = max_result_bytes
         self._min_interval_s = min_interval_s
         self._clock = clock
-        self._on_error = on_error
         self._file = JournalFile(_absolute(path))
         self._file_lock = threading.Lock()
         """Guards `_file`; while it is free, a record is either in the file or in `_queue`."""
@@ -131,13 +127,6 @@ class Journal:
             if not self._is_closing:
                 for record in records:
                     self._queue.add(record, now_s)
-                self._note_queued()
-
-    def forget(self, parent_id: str) -> None:
-        """Delete a result now. A submission of which a request is live is left alone."""
-        with self._lock:
-            if not self._is_closing:
-                self._queue.forget(parent_id)
                 self._note_queued()
 
     def when_durable(self, callback: Callable[[bool], None]) -> None:
@@ -323,14 +312,12 @@ class Journal:
         self._next_write_s = now_s + self._retry_s
 
     def _report(self, error: Exception) -> None:
-        """Tell the operator that writing has stopped working, once until it works again."""
+        """Say in the log that writing has stopped working, once until it works again."""
         with self._lock:
             is_news = self._last_error is None
             self._last_error = f"{type(error).__name__}: {error}"
         if is_news:
             logger.error("the journal can't be written, and is tried again: %s", error)
-            if self._on_error is not None:
-                _call(self._on_error, str(error))
 
     def _keep_house(self) -> None:
         """Delete some of the results that are too old or too much."""
@@ -415,7 +402,7 @@ def _absolute(path: str | Path) -> Path:
         ) from error
 
 
-def _call(callback: Callable[[Any], None], argument: bool | str) -> None:
+def _call(callback: Callable[[bool], None], argument: bool) -> None:
     """Call back; what that raises is its owner's fault and does not end the thread."""
     try:
         callback(argument)

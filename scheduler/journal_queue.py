@@ -131,11 +131,6 @@ class UnwrittenQueue:
                     unwritten.finished, unwritten.finished_s = record, now_s
                     self._end(record.request_id, parent_id)
 
-    def forget(self, parent_id: str) -> None:
-        """Have a result deleted; a submission with a live request is left alone."""
-        if parent_id not in self._live:
-            self._replace(parent_id)
-
     def drop_live(self, request_id: str) -> None:
         """Take note that a live request is gone from the file."""
         parent_id = self._parents.get(request_id)

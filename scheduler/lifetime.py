@@ -1,10 +1,10 @@
-"""How long an engine takes part, why it ended, and what time it is meanwhile."""
+"""How long an engine takes part, why it ended, what goes on and what time it is meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from scheduler.errors import HaversackError, WireError, from_wire
@@ -25,6 +25,42 @@ async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None
     None of them is cancelled where the caller is.
     """
     await asyncio.wait(set(futures), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+class Tasks:
+    """Work that nobody waits for: kept until it ends, and what it raises is told."""
+
+    def __init__(self, on_bug: Callable[[BaseException], None]) -> None:
+        """Start with none.
+
+        Args:
+            on_bug: called with what a task raises, since none should.
+        """
+        self._on_bug = on_bug
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task on the running event loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._take_end)
+
+    async def end(self) -> None:
+        """Cancel all, and return when they have ended."""
+        await end_all(self._tasks)
+
+    def _take_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_bug(error)
+
+
+async def end_all(futures: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel them, and return when they have ended."""
+    futures = list(futures)
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
 
 
 class Lifetime:

@@ -14,10 +14,9 @@ The module decides nothing, and knows no Ray: workers, store and journal are beh
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,7 +36,7 @@ from scheduler.actions import (
     SaveBlocks,
     StopWorker,
 )
-from scheduler.calls import ActorLost, CallFailed, Journal, Store, Timeouts, Worker
+from scheduler.calls import Journal, Store, Timeouts, Worker
 from scheduler.clients import Clients
 from scheduler.errors import (
     EngineUnavailable,
@@ -60,7 +59,7 @@ from scheduler.events import (
 from scheduler.inbox import Inbox
 from scheduler.intake import Intake
 from scheduler.journal_calls import JournalCalls
-from scheduler.lifetime import Clock, Lifetime, first_of, unix_clock
+from scheduler.lifetime import Clock, Lifetime, Tasks, first_of, unix_clock
 from scheduler.messages import (
     RequestInfo,
     SchedulerStats,
@@ -73,17 +72,6 @@ from scheduler.request import Request
 from scheduler.state import SchedulerState
 from scheduler.store_calls import StoreCalls
 from scheduler.worker_calls import OnLost, OnStopped, WorkerCalls
-
-__all__ = [
-    "CLIENT_GRACE_S",
-    "ActorLost",
-    "CallFailed",
-    "Journal",
-    "SchedulerLoop",
-    "Store",
-    "Timeouts",
-    "Worker",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +114,8 @@ class SchedulerLoop:
         self._state = state
         self._clock = clock if clock is not None else unix_clock()
         self._on_client_gone = on_client_gone
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._fail)
+        spawn = self._tasks.spawn
         self._records: list[Record] = []
         """What the core has for the journal in this turn."""
         self._lifetime = lifetime = Lifetime()
@@ -136,16 +124,16 @@ class SchedulerLoop:
         )
         self._clients = Clients(lifetime, client_grace_s)
         self._workers = WorkerCalls(
-            self.post, self._spawn, timeouts, lifetime, on_worker_lost, on_worker_stopped
+            self.post, spawn, timeouts, lifetime, on_worker_lost, on_worker_stopped
         )
-        self._store = StoreCalls(store, self._workers, self.post, self._spawn, timeouts, lifetime)
+        self._store = StoreCalls(store, self._workers, self.post, spawn, timeouts, lifetime)
         self._journal = (
             JournalCalls(journal, lifetime, self._inbox.catch_up) if journal is not None else None
         )
         self._intake = Intake(state, self._inbox, self._clients, self._journal, lifetime)
         if watch_interval_s is None:
             watch_interval_s = min(WATCH_INTERVAL_S, client_grace_s / 2)
-        self._spawn(self._watch(watch_interval_s))
+        spawn(self._watch(watch_interval_s))
 
     # ------------------------------------------------------------------------ what clients ask
 
@@ -172,7 +160,7 @@ class SchedulerLoop:
         all of it from the start. So is what has ended, if the journal keeps how.
 
         Raises:
-            InvalidRequest: the client is not connected.
+            UnknownClient: it is not connected.
             EngineUnavailable: the engine is closed.
         """
         return await self._intake.submit(client_id, submissions)
@@ -181,7 +169,7 @@ class SchedulerLoop:
         """Tell a client all of a submission from the start, live or ended; return what it was.
 
         Raises:
-            InvalidRequest: the client is not connected.
+            UnknownClient: it is not connected.
             UnknownRequest: there is no such request, and the journal keeps no such result.
             EngineUnavailable: the engine is closed.
         """
@@ -285,6 +273,10 @@ class SchedulerLoop:
         """Take nothing more in and tell everybody who waits why; the first reason stays."""
         self._lifetime.end(reason)
 
+    async def closed(self) -> None:
+        """Return once the engine is closed, whoever closed it."""
+        await first_of(self._lifetime.over)
+
     # --------------------------------------------------------------------- events and actions
 
     def post(self, *events: AnyEvent) -> None:
@@ -328,16 +320,6 @@ class SchedulerLoop:
                 f"start it again, and report this:\n{story}"
             )
         )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
 
     async def _watch(self, interval_s: float) -> None:
         """Let time pass, find workers that died while idle and clients that have gone."""

@@ -134,10 +134,8 @@ def evict(core: Core, live: LiveRequest, why: str, *, at_once: bool = False) -> 
     if worker is None or live.status is RequestStatus.SAVING:
         return
     abandon_migration(core, live)
-    if live.status is RequestStatus.LOADING and at_once:
-        live.is_evict_wanted = True
-        return
-    if live.in_flight is not None or not (live.has_progressed_here or at_once):
+    is_busy = live.in_flight is not None or live.status is RequestStatus.LOADING
+    if is_busy or not (live.has_progressed_here or at_once):
         live.is_evict_wanted = True
         return
     live.request.stats.num_evictions += 1

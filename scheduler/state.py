@@ -133,10 +133,6 @@ class SchedulerState:
         """Return the ids of the requests that have not ended."""
         return list(self._core.requests)
 
-    def client_ids(self) -> set[str]:
-        """Return the clients that follow a live request."""
-        return {name for live in self._core.requests.values() for name in live.followers}
-
     def submission(self, request_id: str) -> Submission | None:
         """Return what was submitted under an id that is live."""
         family = self._family(request_id)

@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -29,6 +29,7 @@ from scheduler.calls import Worker
 from scheduler.codec import decode, encode
 from scheduler.errors import EngineUnavailable, HaversackError, StartupFailed
 from scheduler.events import AnyEvent, WorkerExpected, WorkerNotComing
+from scheduler.lifetime import Tasks, end_all
 from scheduler.messages import WorkerInfo
 from scheduler.restarts import Death, RestartLimits, RestartPolicy
 
@@ -143,7 +144,7 @@ class Supervisor:
         patience_s: float = 300.0,
         node_watch_interval_s: float = NODE_WATCH_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
-        on_bug: Callable[[BaseException], None] | None = None,
+        on_bug: Callable[[BaseException], None],
     ) -> None:
         """Know of no worker yet.
 
@@ -164,7 +165,6 @@ class Supervisor:
         self._patience_s = patience_s
         self._interval_s = node_watch_interval_s
         self._clock = clock
-        self._on_bug = on_bug
         self._engine: Engine | None = None
         self._places: dict[str, _Place] = {}
         """By the id of the worker that fills the place now."""
@@ -173,7 +173,7 @@ class Supervisor:
         """Since when no worker has been ready, where none is."""
         self._memory = Memory()
         self._remembering = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(on_bug)
 
     @property
     def epoch(self) -> int:
@@ -194,7 +194,7 @@ class Supervisor:
         try:
             await asyncio.gather(*tasks)
         finally:
-            await _end(tasks)
+            await end_all(tasks)
         info = places[0].info
         if info is None:
             raise StartupFailed("a worker was lost while the engine started")
@@ -233,12 +233,12 @@ class Supervisor:
             if place.worker is not None and place.info is not None:
                 await engine.add_worker(place.worker, place.info)
             else:
-                self._spawn(self._keep(place))
-        self._spawn(self._watch_nodes())
+                self._tasks.spawn(self._keep(place))
+        self._tasks.spawn(self._watch_nodes())
 
     async def stop(self) -> None:
         """Start no more workers, and end those that are being started."""
-        await _end(self._tasks)
+        await self._tasks.end()
 
     def num_ready(self) -> int:
         """Return how many workers are ready."""
@@ -261,7 +261,7 @@ class Supervisor:
             self._give_up(place, reason)
             return []
         self._rename(place)
-        self._spawn(self._keep(place, delay_s))
+        self._tasks.spawn(self._keep(place, delay_s))
         return self._expect(place)
 
     def worker_stopped(self, worker_id: str) -> None:
@@ -281,7 +281,7 @@ class Supervisor:
             self._fill()
         else:
             self._memory.drained_ids.append(worker_id)
-            self._spawn(self._remember())
+            self._tasks.spawn(self._remember())
 
     # -------------------------------------------------------------------------- a single worker
 
@@ -356,7 +356,7 @@ class Supervisor:
                     )
             return starting.result()
         finally:
-            await _end([starting])
+            await end_all([starting])
 
     def _death(self, place: _Place) -> Death:
         worker = place.worker
@@ -388,7 +388,7 @@ class Supervisor:
             place = self._new_place(self._next_id())
             if self._engine is not None:
                 self._engine.post(*self._expect(place))
-                self._spawn(self._keep(place))
+                self._tasks.spawn(self._keep(place))
 
     def _empty(self, place: _Place) -> None:
         """Note that a place's worker is no more."""
@@ -445,7 +445,7 @@ class Supervisor:
                 place.is_leaving = True
                 if self._limits.max_restarts > 0:
                     self._fill()
-                self._spawn(self._leave(place, nodes[place.info.node_id]))
+                self._tasks.spawn(self._leave(place, nodes[place.info.node_id]))
 
     async def _leave(self, place: _Place, left_s: float) -> None:
         """Drain a worker from a node that is to go in `left_s` seconds."""
@@ -464,23 +464,3 @@ class Supervisor:
         async with self._remembering:
             self._memory.epoch = self._epoch
             await self._fleet.remember(encode(self._memory))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the supervisor of workers has a bug", exc_info=error)
-            if self._on_bug is not None:
-                self._on_bug(error)
-
-
-async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import (
     DuplicateRequest,
     HaversackError,
-    InvalidRequest,
+    UnknownClient,
     UnknownRequest,
 )
 from scheduler.logprobs import LogprobRows, Logprobs
@@ -303,7 +303,7 @@ class FakeScheduler:
     def _check_connected(self, client_id: str) -> None:
         self._check_open()
         if client_id not in self.outboxes:
-            raise InvalidRequest("no such client is connected: connect first", param="client_id")
+            raise UnknownClient("no such client is connected: connect first")
 
 
 _TOLD_THE_END = 2**31

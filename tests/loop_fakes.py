@@ -259,16 +259,3 @@ def batch(worker_id: str = "w", step_id: int = 7, num_tokens: int = 0) -> RunBat
 
 def make(state: Any, store: Any = None, **settings: Any) -> SchedulerLoop:
     return SchedulerLoop(state, store, **settings)
-
-
-def sizes(loop: SchedulerLoop) -> dict[str, int]:
-    """Return how much each container of a loop and of its parts holds."""
-    parts = [loop, *(part for part in vars(loop).values() if hasattr(part, "__dict__"))]
-    return {
-        f"{type(part).__name__}.{name}": len(value)
-        for part in parts
-        if type(part).__module__.startswith("scheduler.")
-        and type(part).__name__ != "SchedulerState"
-        for name, value in vars(part).items()
-        if isinstance(value, (dict, list, set))
-    }

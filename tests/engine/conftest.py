@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from cluster import Client
+from cluster import Client, RequestOutput
+from cluster.handle import RequestHandle
+from scheduler.codec import encode
 from tests.tiny_models import tiny_llama
 
 DEADLINE_S = 60.0
@@ -50,10 +53,34 @@ def actors_of(engine_name: str) -> list[str]:
     ]
 
 
-def pid_of(actor_name: str) -> int:
+def pid_of(actor_name: str, timeout_s: float = DEADLINE_S) -> int:
     """Return the process of an actor of the engines under test."""
     handle = ray.get_actor(actor_name, namespace=ENGINE["namespace"])
-    return int(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=DEADLINE_S))
+    return int(ray.get(handle.__ray_call__.remote(lambda _: os.getpid()), timeout=timeout_s))
+
+
+def bits(output: RequestOutput) -> bytes:
+    """Everything about a result that must not depend on what the request went through."""
+    views = [output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)]
+    arrays = [view.arrays if view is not None else None for view in views]
+    ends = [(c.token_ids, c.finish_reason, c.stop_reason) for c in output.outputs]
+    return encode([output.prompt_token_ids, arrays, ends])
+
+
+def assert_equal_bits(handles: list[RequestHandle], expected: list[RequestOutput]) -> None:
+    for handle, wanted in zip(handles, expected, strict=True):
+        assert bits(handle.result(timeout=DEADLINE_S)) == bits(wanted), handle
+
+
+@contextmanager
+def engine_with_journal(
+    model: str, name: str, factory: pytest.TempPathFactory, **settings: Any
+) -> Iterator[Client]:
+    """An engine whose parts may be killed: they come back by themselves."""
+    journal = factory.mktemp("journal") / "requests.db"
+    all_settings = ENGINE | {"journal_path": str(journal)} | settings
+    with Client(model=model, name=name, **all_settings) as client:
+        yield client
 
 
 def is_running(pid: int) -> bool:

@@ -16,6 +16,7 @@ from cluster import Client
 from cluster.fleet import find_parts, part_name
 from scheduler.errors import HaversackError, InvalidRequest
 from scheduler.messages import WorkerReport
+from tests.engine.conftest import pid_of
 
 _ASK_S = 10.0
 _PAUSE_S = 2.0
@@ -35,10 +36,8 @@ def num_parts(client: Client) -> Counter[str]:
 
 def actor_pid(client: Client, part: str) -> int | None:
     """Return the process of the scheduler or the store; None while it is down or frozen."""
-    namespace, name = engine_of(client)
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
-        actor = ray.get_actor(part_name(name, part), namespace=namespace)
-        return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=_ASK_S))
+        return pid_of(part_name(engine_of(client)[1], part), _ASK_S)
     return None
 
 

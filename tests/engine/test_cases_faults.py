@@ -13,11 +13,17 @@ import pytest
 import ray
 
 from cluster import Client, RequestOutput, SamplingParams
-from cluster.handle import RequestHandle
 from cluster.launch import kill_engine
 from scheduler.errors import DeadlineExceeded, RequestFailed
 from scheduler.messages import WorkerReport
-from tests.engine.conftest import DEADLINE_S, ENGINE, pid_of, wait_for
+from tests.engine.conftest import (
+    DEADLINE_S,
+    ENGINE,
+    assert_equal_bits,
+    engine_with_journal,
+    pid_of,
+    wait_for,
+)
 from tests.engine.test_lifecycle import start_with
 from workers.actor import WorkerActor
 
@@ -34,13 +40,8 @@ LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
 def engine(
     local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """An engine whose processes may be killed."""
-    settings = ENGINE | {
-        "journal_path": str(tmp_path_factory.mktemp("journal") / "requests.db"),
-        "num_blocks": 240,
-        "save_segment_tokens": 64,
-    }
-    with Client(model=tiny_model, name="faulty", **settings) as client:
+    settings = {"num_blocks": 240, "save_segment_tokens": 64}
+    with engine_with_journal(tiny_model, "faulty", tmp_path_factory, **settings) as client:
         yield client
 
 
@@ -71,13 +72,6 @@ def in_mid_prefill(client: Client) -> WorkerReport:
 
     wait_for(is_there, "a request is in mid-prefill")
     return next(worker for worker in client.workers() if worker.worker_id == found[0])
-
-
-def assert_equal_bits(handles: list[RequestHandle], expected: list[RequestOutput]) -> None:
-    for handle, wanted in zip(handles, expected, strict=True):
-        output = handle.result(timeout=DEADLINE_S)
-        assert output.outputs == wanted.outputs
-        assert output.prompt_logprobs == wanted.prompt_logprobs
 
 
 def assert_idle(client: Client) -> None:

@@ -5,24 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster import Client, RequestOutput, SamplingParams
+from cluster import Client, SamplingParams
 from cluster.demo import evict_in_mid_prefill
-from tests.engine.conftest import ENGINE
+from tests.engine.conftest import ENGINE, bits
 from workers.model_store import DEFAULT_MODEL
 
 pytestmark = pytest.mark.usefixtures("local_cluster")
-
-
-def bits(output: RequestOutput) -> list[bytes]:
-    """Everything about a result that must not depend on what the request went through."""
-    found = [np.asarray(output.prompt_token_ids, np.int32).tobytes()]
-    views = [output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)]
-    for view in views:
-        if view is not None:
-            arrays = view.arrays
-            found += [arrays.token_ids.tobytes(), arrays.logprobs.tobytes(), arrays.ranks.tobytes()]
-    found += [np.asarray(c.token_ids, np.int32).tobytes() for c in output.outputs]
-    return found
 
 
 @pytest.mark.slow

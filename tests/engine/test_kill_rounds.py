@@ -16,8 +16,7 @@ import pytest
 
 from cluster import Client, SamplingParams
 from cluster.handle import RequestHandle
-from scheduler.codec import encode
-from tests.engine.conftest import ENGINE, wait_for
+from tests.engine.conftest import ENGINE, bits, engine_with_journal, wait_for
 from tests.engine.faults import Faults, num_parts
 from tests.tiny_models import VOCAB_SIZE
 
@@ -31,15 +30,14 @@ def engine(
     local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
     """An engine that notices a hung process within seconds, and that may lose many workers."""
-    settings = ENGINE | {
+    settings = {
         "num_blocks": 160,
         "save_segment_tokens": 64,
-        "journal_path": str(tmp_path_factory.mktemp("journal") / "requests.db"),
         "result_ttl_s": 2.0,
         "step_timeout_s": 4.0,
         "max_worker_restarts": 50,
     }
-    with Client(model=tiny_model, name="rounds", **settings) as client:
+    with engine_with_journal(tiny_model, "rounds", tmp_path_factory, **settings) as client:
         yield client
 
 
@@ -63,22 +61,6 @@ def load() -> list[tuple[list[int], SamplingParams]]:
     return made
 
 
-def bits(handle: RequestHandle) -> bytes:
-    """Return all that a user gets, but what happened on the way."""
-    output = handle.result(TIMEOUT_S)
-    (completion,) = output.outputs
-    rows = output.prompt_logprobs
-    own = completion.logprobs
-    return encode(
-        [
-            rows.arrays if rows is not None else None,
-            list(completion.token_ids),
-            own.arrays if own is not None else None,
-            completion.finish_reason,
-        ]
-    )
-
-
 def submit(client: Client, name: str) -> list[RequestHandle]:
     prompts, params = zip(*load(), strict=True)
     ids = [f"{name}-{index}" for index in range(NUM_REQUESTS)]
@@ -87,7 +69,7 @@ def submit(client: Client, name: str) -> list[RequestHandle]:
 
 @pytest.fixture(scope="module")
 def undisturbed(engine: Client) -> list[bytes]:
-    answers = [bits(handle) for handle in submit(engine, "calm")]
+    answers = [bits(handle.result(TIMEOUT_S)) for handle in submit(engine, "calm")]
     assert_baseline(engine)
     return answers
 
@@ -106,7 +88,7 @@ def assert_baseline(client: Client) -> None:
         left = [journal.get(name) for name in ("num_live", "num_queued_records", "num_results")]
         return not stats.scheduler.num_used_blocks and held == [0, 0, 0] and left == [0, 0, 0]
 
-    wait_for(is_idle, f"blocks, pins and journal rows are given back: {client.stats()}")
+    wait_for(is_idle, "blocks, pins and journal rows are given back")
     stats = client.stats()
     assert stats.scheduler.num_recomputed_rows == 0
     assert (stats.store or {})["used_bytes"] <= ENGINE["offload_bytes"]
@@ -125,7 +107,7 @@ def play(client: Client, seed: int, undisturbed: list[bytes], kinds: list[str]) 
         )
         faults.kinds[kind]()
     for index, handle in enumerate(handles):
-        assert bits(handle) == undisturbed[index], (seed, kinds, moments, index)
+        assert bits(handle.result(TIMEOUT_S)) == undisturbed[index], (seed, kinds, moments, index)
     assert_baseline(client)
 
 

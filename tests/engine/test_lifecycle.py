@@ -28,7 +28,6 @@ from cluster import (
     StartupFailed,
 )
 from cluster.config import EngineConfig
-from cluster.handle import RequestHandle
 from cluster.launch import EngineHandles, engine_spec, kill_engine, start_engine
 from scheduler.actor import CONCURRENCY_GROUPS, SchedulerActor
 from scheduler.codec import decode, encode
@@ -39,6 +38,8 @@ from tests.engine.conftest import (
     ENGINE,
     NUM_CPUS,
     actors_of,
+    assert_equal_bits,
+    engine_with_journal,
     is_running,
     pid_of,
     wait_for,
@@ -87,13 +88,6 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
-
-
-def assert_equal_bits(handles: list[RequestHandle], expected: list[RequestOutput]) -> None:
-    for handle, wanted in zip(handles, expected, strict=True):
-        output = handle.result(timeout=DEADLINE_S)
-        assert output.outputs == wanted.outputs
-        assert output.prompt_logprobs == wanted.prompt_logprobs
 
 
 # ------------------------------------------------------------------------------------- starting
@@ -171,13 +165,8 @@ def start_with(
 def mortal(
     local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """An engine whose parts may be killed: they come back by themselves."""
-    settings = ENGINE | {
-        "journal_path": str(tmp_path_factory.mktemp("journal") / "requests.db"),
-        "step_timeout_s": 3.0,
-        "num_blocks": 160,
-    }
-    with Client(model=tiny_model, name="mortal", **settings) as client:
+    settings = {"step_timeout_s": 3.0, "num_blocks": 160}
+    with engine_with_journal(tiny_model, "mortal", tmp_path_factory, **settings) as client:
         yield client
 
 
@@ -186,27 +175,19 @@ def undisturbed(mortal: Client) -> list[RequestOutput]:
     return mortal.generate(PROMPTS, PARAMS)
 
 
-def test_a_killed_worker_is_replaced_and_no_request_sees_it(
-    mortal: Client, undisturbed: list[RequestOutput]
+@pytest.mark.parametrize(
+    "sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_killed_or_frozen_worker_is_replaced_and_no_request_sees_it(
+    mortal: Client, undisturbed: list[RequestOutput], sign: int
 ) -> None:
     running = mortal.submit_many(PROMPTS, PARAMS)
     victim = busy_worker(mortal)
-    os.kill(victim.pid, signal.SIGKILL)
+    os.kill(victim.pid, sign)
     assert_equal_bits(running, undisturbed)
+    wait_for(lambda: not is_running(victim.pid), "the process has ended")
     wait_for(lambda: len(mortal.workers()) == 2, "another worker has joined")
     assert victim.worker_id not in {worker.worker_id for worker in mortal.workers()}
-
-
-@pytest.mark.slow
-def test_a_frozen_worker_is_found_ended_and_replaced(
-    mortal: Client, undisturbed: list[RequestOutput]
-) -> None:
-    running = mortal.submit_many(PROMPTS, PARAMS)
-    victim = busy_worker(mortal)
-    os.kill(victim.pid, signal.SIGSTOP)
-    assert_equal_bits(running, undisturbed)
-    wait_for(lambda: not is_running(victim.pid), "the frozen process has ended")
-    wait_for(lambda: len(mortal.workers()) == 2, "another worker has joined")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tests.sim.cases import (
 )
 from tests.sim.engine import SimEngine
 from tests.sim.fake_runner import expected_output
-from tests.sim.sizes import sizes
+from tests.sizes import sizes
 
 NUM_BLOCKS = 14
 Fault = Callable[[SimEngine], None]

@@ -22,9 +22,9 @@ from scheduler.errors import EngineUnavailable, InvalidRequest
 from scheduler.messages import Submission
 from scheduler.request import FinishReason
 from scheduler.sampling_params import SamplingParams
-from tests.loop_fakes import sizes
 from tests.sim.fake_runner import EOS, VOCAB_SIZE, expected_output
 from tests.sim.world import Client, World
+from tests.sizes import sizes
 
 NUM_REQUESTS = 60
 NUM_FAULTS = 25
@@ -153,8 +153,9 @@ async def check_nothing_left(world: World, client: Client) -> None:
 
     def left() -> dict[str, Any]:
         held = {name: size for name, size in sizes(world.loop).items() if size}
-        held["SchedulerLoop._tasks"] -= 1  # the watch goes on
-        held.pop("WorkerCalls._members", None)
+        held["Tasks._tasks"] -= 1  # the watch goes on
+        for workers in ("WorkerCalls._members", "Core.workers"):
+            held.pop(workers, None)
         stats, stored = world.state.stats(), world.store.index.stats
         held["blocks"] = stats.num_used_blocks
         held["requests"] = stats.num_running + stats.num_waiting

@@ -26,8 +26,8 @@ from scheduler.sampling_params import SamplingParams
 from scheduler.submissions import make_requests
 from tests.sim.cases import generating, prompt, scoring
 from tests.sim.fake_runner import EOS, VOCAB_SIZE, expected_output
-from tests.sim.sizes import sizes
 from tests.sim.world import Client, Store, Worker, World
+from tests.sizes import sizes
 
 DEADLINE_S = 60.0
 RELEASED = "WorkerView.released_request_ids"
@@ -150,7 +150,7 @@ class FailingStore(Store):
         type(self).num_failed += 1
         raise CallFailed(RequestFailed("boom"))
 
-    async def lookup(self, action: Any) -> int:
+    async def lookup(self, epoch: int, action: Any) -> int:
         return int(await self._fail())
 
     async def save(self, action: Any, worker: Any) -> tuple[int, int]:
@@ -218,7 +218,7 @@ def is_idle(engine: World) -> bool:
     written = engine.journal.stats()
     return (
         not engine.state.stats().num_used_blocks
-        and len(engine.loop._tasks) == 1
+        and len(engine.loop._tasks._tasks) == 1
         and written.num_queued_records == 0
         and written.num_live == 0
     )

@@ -18,12 +18,13 @@ import numpy as np
 
 from offload_store.store import OffloadStore
 from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
+from scheduler.calls import ActorLost, CallFailed, Timeouts
 from scheduler.codec import decode, encode
 from scheduler.config import SchedulerConfig
 from scheduler.errors import StaleEpoch
 from scheduler.events import AnyEvent, WorkerExpected
 from scheduler.journal import Journal
-from scheduler.loop import ActorLost, CallFailed, SchedulerLoop, Timeouts
+from scheduler.loop import SchedulerLoop
 from scheduler.messages import SchedulerOutput, Submission
 from scheduler.state import SchedulerState
 from tests.sim.engine import Result
@@ -263,6 +264,10 @@ class Client:
             if delivery.seq > self.acked:
                 self.acked = delivery.seq
                 self._take(delivery.delta)
+        if answer.closed is not None:
+            # A killed scheduler is followed by another one; what closed it otherwise is a fault.
+            assert answer.closed.kind == StaleEpoch.__name__, answer.closed.message
+            await asyncio.sleep(0.001)
         if answer.is_forgotten:
             await self.reconnect()
 

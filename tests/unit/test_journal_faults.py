@@ -5,6 +5,7 @@ A process is killed, or its disk filled, in a process of its own: this file, run
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import resource
@@ -258,10 +259,9 @@ def test_a_torn_log_leaves_a_prefix(tmp_path: Path, is_flipped: bool) -> None:
 
 def fill_the_disk(path: str) -> None:
     """No file may grow for a while, as on a full disk; then there is room again."""
-    errors: list[str] = []
-    journal = Journal(
-        path, result_ttl_s=3600, max_queued_bytes=10**6, min_interval_s=0, on_error=errors.append
-    )
+    errors: list[logging.LogRecord] = []
+    logging.getLogger("scheduler.journal").addFilter(lambda record: not errors.append(record))
+    journal = Journal(path, result_ttl_s=3600, max_queued_bytes=10**6, min_interval_s=0)
     log = Path(path + "-wal")
     written, going, short = new_request("written"), new_request("going"), new_request("short")
     journal.append([submitted(written), submitted(going), advanced(going, 4)])

@@ -55,20 +55,18 @@ def contents(batch: Batch) -> dict[str, object]:
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> list[Record | str]:
-    """Records of two submissions, in any order that can be, and ids to forget."""
+def courses(draw: st.DrawFn) -> list[Record]:
+    """Records of two submissions, in any order that can be."""
     live: set[tuple[str, str]] = set()
-    steps: list[Record | str] = []
+    steps: list[Record] = []
     for count in range(draw(st.integers(0, 20))):
         parent = draw(st.sampled_from(PARENTS))
         own = sorted(each for each in live if each[1] == parent)
-        kind = draw(st.sampled_from(["go on", "end", "forget"]))
-        if not own and kind != "forget":
+        kind = draw(st.sampled_from(["go on", "end"]))
+        if not own:
             family = [f"{parent}{index}" for index in range(draw(st.integers(1, 2)))]
             live |= {(name, parent) for name in family}
             steps += [submit(name, parent) for name in family]
-        elif kind == "forget":
-            steps.append(parent)
         elif kind == "go on":
             steps.append(progress(draw(st.sampled_from(own))[0], count))
         else:
@@ -78,17 +76,14 @@ def courses(draw: st.DrawFn) -> list[Record | str]:
     return steps
 
 
-def feed(queue: UnwrittenQueue, steps: list[Record | str]) -> None:
+def feed(queue: UnwrittenQueue, steps: list[Record]) -> None:
     for step in steps:
-        if isinstance(step, str):
-            queue.forget(step)
-        else:
-            queue.add(step, 0.0)
+        queue.add(step, 0.0)
 
 
 @given(courses(), st.data())
 def test_a_failed_write_leaves_the_queue_as_if_it_had_not_been_tried(
-    steps: list[Record | str], data: st.DataObject
+    steps: list[Record], data: st.DataObject
 ) -> None:
     """Whatever was added while the write was under way."""
     first = data.draw(st.integers(0, len(steps)))

@@ -99,21 +99,6 @@ def test_a_new_submission_under_an_old_id_clears_the_whole_old_one(
     assert journal.stats().num_results == 1
 
 
-def test_a_result_that_is_forgotten_is_gone_at_once_and_a_live_request_stays(
-    journal: Journal,
-) -> None:
-    done, live = new_request("done"), new_request("live")
-    journal.append([submitted(done), submitted(live), finished(done)])
-    assert is_durable(journal)
-    for name in ("done", "live", "never heard of"):
-        journal.forget(name)
-    assert journal.result("done") is None
-    assert is_durable(journal)
-    assert journal.result("done") is None
-    assert journal.stats().num_results == 0
-    same_bits(journal.load(), [live])
-
-
 def test_results_are_read_whole_while_others_are_written(journal: Journal) -> None:
     done = [new_request(f"done-{index}") for index in range(4)]
     for request in done:

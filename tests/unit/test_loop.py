@@ -13,6 +13,7 @@ from scheduler.actions import (
     Refuse,
     StopWorker,
 )
+from scheduler.calls import ActorLost
 from scheduler.codec import encode
 from scheduler.errors import (
     CannotMigrate,
@@ -30,7 +31,6 @@ from scheduler.events import (
     WorkerLost,
 )
 from scheduler.lifetime import unix_clock
-from scheduler.loop import ActorLost
 from scheduler.messages import ModelRunnerOutput
 from scheduler.request import FinishReason, RequestStats
 from tests.loop_fakes import (
@@ -42,11 +42,11 @@ from tests.loop_fakes import (
     info,
     make,
     run,
-    sizes,
     submission,
     turns,
     until,
 )
+from tests.sizes import sizes
 
 
 def test_events_of_one_turn_are_handled_together() -> None:
@@ -369,7 +369,7 @@ def test_answered_clients_leave_nothing_behind() -> None:
         await loop.poll("c", acked, 0.0)
         await loop.disconnect("c")
         left = sizes(loop)
-        assert left.pop("SchedulerLoop._tasks") == 1, "only the watch goes on"
+        assert left.pop("Tasks._tasks") == 1, "only the watch goes on"
         assert set(left.values()) == {0}, left
 
     run(test)

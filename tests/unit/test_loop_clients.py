@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler.actions import Emit
-from scheduler.errors import EngineUnavailable, InvalidRequest
+from scheduler.errors import EngineUnavailable, UnknownClient
 from scheduler.events import ClientGone, RequestRestored, RequestSubmitted, Tick
 from scheduler.messages import OutputDelta
 from scheduler.outbox import Outbox
@@ -19,11 +19,11 @@ from tests.loop_fakes import (
     emit,
     make,
     run,
-    sizes,
     submission,
     turns,
     until,
 )
+from tests.sizes import sizes
 
 
 def emitting(*names: str) -> ScriptedState:
@@ -163,9 +163,9 @@ def test_a_client_that_stops_polling_is_given_up_and_the_core_and_the_host_are_t
         answer = await loop.poll("gone", 0, 0.0)
         assert answer.is_forgotten
         assert answer.closed is None
-        with pytest.raises(InvalidRequest, match="connect"):
+        with pytest.raises(UnknownClient, match="connect"):
             await loop.submit("gone", [submission()])
-        with pytest.raises(InvalidRequest, match="connect"):
+        with pytest.raises(UnknownClient, match="connect"):
             await loop.attach("gone", "r")
 
     run(test)
@@ -250,7 +250,7 @@ def test_a_client_of_restored_requests_is_told_to_connect_again_and_loses_nothin
         await turns()
         assert state.of_kind(RequestRestored)[0].request is request
         assert (await loop.poll("c", 123456, 1000.0)).is_forgotten
-        with pytest.raises(InvalidRequest, match="connect"):
+        with pytest.raises(UnknownClient, match="connect"):
             await loop.submit("c", [submission()])
         epoch = loop.connect("c")
         answer = await loop.poll("c", epoch, 1.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
+from scheduler.calls import ActorLost, CallFailed, Timeouts
 from scheduler.errors import EngineUnavailable, RequestFailed
 from scheduler.events import (
     LoadDone,
@@ -20,7 +21,7 @@ from scheduler.events import (
     Tick,
     WorkerLost,
 )
-from scheduler.loop import ActorLost, CallFailed, SchedulerLoop, Timeouts
+from scheduler.loop import SchedulerLoop
 from tests.loop_fakes import (
     FakeStore,
     FakeWorker,
@@ -28,10 +29,10 @@ from tests.loop_fakes import (
     info,
     make,
     run,
-    sizes,
     turns,
     until,
 )
+from tests.sizes import sizes
 
 QUICK = Timeouts(store_retry_s=0.001)
 

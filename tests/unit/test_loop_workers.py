@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler.actions import CopyBlocks, SaveBlocks, StopWorker
+from scheduler.calls import ActorLost, CallFailed, Timeouts
 from scheduler.codec import encode
 from scheduler.errors import EngineUnavailable, NumericalError, RequestFailed
 from scheduler.events import (
@@ -22,7 +23,7 @@ from scheduler.events import (
     WorkerJoined,
     WorkerLost,
 )
-from scheduler.loop import ActorLost, CallFailed, SchedulerLoop, Timeouts
+from scheduler.loop import SchedulerLoop
 from scheduler.messages import ModelRunnerOutput
 from tests.loop_fakes import (
     FakeStore,
@@ -32,10 +33,10 @@ from tests.loop_fakes import (
     info,
     make,
     run,
-    sizes,
     turns,
     until,
 )
+from tests.sizes import sizes
 
 DONE = encode(ModelRunnerOutput(7, []))
 COPY = CopyBlocks(3, "r", "w", [1, 2], "v", [5, 6])

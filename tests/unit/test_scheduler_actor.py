@@ -121,7 +121,6 @@ def _replaced(spec: EngineSpec, settings: dict[str, Any]) -> EngineSpec:
 def _short_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "_FAREWELL_S", 0.01)
     monkeypatch.setattr(actor, "_FAILED_START_S", 0.05)
-    monkeypatch.setattr(actor, "_CLOSED_WATCH_S", 0.01)
 
 
 def ended(parts: FakeParts) -> Callable[[], bool]:

@@ -117,7 +117,10 @@ class FakeEngine:
 
 
 def make(fleet: FakeFleet, num_workers: int = 2, **settings: Any) -> Supervisor:
-    return Supervisor(fleet, num_workers, 7, **{"limits": SOON, **settings})
+    def unexpected(error: BaseException) -> None:
+        raise error
+
+    return Supervisor(fleet, num_workers, 7, **{"limits": SOON, "on_bug": unexpected, **settings})
 
 
 async def running(
