@@ -17,6 +17,9 @@ from scheduler.sampling_params import SamplingParams
 
 # ---------------------------------------------------------------- scheduler -> worker -> scheduler
 
+LAST_SAMPLED = -1
+"""As a chunk's only token id: the token that this worker sampled last for the request."""
+
 
 class NewRequest(msgspec.Struct, frozen=True, eq=False):
     """What a worker has to know about a request before its first chunk there."""
@@ -41,7 +44,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     start: int
     """Position of the first token; KV of every earlier position is in the block table."""
     token_ids: IntArray
-    """int32 [tokens]"""
+    """int32 [tokens], or [LAST_SAMPLED] while an earlier step that brings the token is under way"""
     new_block_ids: IntArray
     """int32: block ids to append to the request's block table on this worker."""
     row_target_ids: IntArray
@@ -55,7 +58,10 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, eq=False):
-    """One step of one worker."""
+    """One step of one worker; the next one may be sent before it is answered.
+
+    A worker computes and answers steps in the order in which they were sent.
+    """
 
     step_id: int
     chunks: list[Chunk]

@@ -52,7 +52,7 @@ def advance_migration(core: Core, live: LiveRequest) -> None:
         return
     if migration.paused_s is None:
         migration.paused_s = core.now_s
-    if live.in_flight is None:
+    if not live.in_flight:
         _copy_last(core, live, migration)
 
 
@@ -79,7 +79,7 @@ def take_copy(core: Core, op: StoreOp, num_copied_blocks: int) -> None:
 
 def _is_still(live: LiveRequest, migration: Migration) -> bool:
     """Whether nothing can have been computed since the copy began."""
-    return migration.paused_s is not None and live.in_flight is None
+    return migration.paused_s is not None and not live.in_flight
 
 
 def _copy_last(core: Core, live: LiveRequest, migration: Migration) -> None:

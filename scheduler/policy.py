@@ -210,7 +210,8 @@ def choose_worker(
     """Return where to put a waiting request, or None while no worker has room.
 
     A worker has room if a place and the blocks for all known tokens are free, and less than one
-    step's work stands before the request. Unless the worker is empty, one block per running
+    step's work stands before the request, not counting what is under way where another step may be
+    sent at once. Unless the worker is empty, one block per running
     request stays free too, so that a readmitted request is not evicted again at their next step.
     Among those with room the one that would be done first wins: the fewest tokens before the
     request plus the fewest of its own that are not cached there; unless an operator has named one.
@@ -221,8 +222,11 @@ def choose_worker(
         if worker.num_seats_taken >= config.max_num_seqs or not is_open_to(request, worker):
             continue
         active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
-        before = sum(max(r.num_pending_tokens, 0) for r in active if r.request.rank < request.rank)
-        if before >= config.max_num_batched_tokens:
+        first = [r for r in active if r.request.rank < request.rank]
+        before = sum(max(r.num_pending_tokens, 0) for r in first)
+        may_send = len(worker.steps) < config.max_steps_in_flight
+        ahead = sum(r.num_unplanned_tokens for r in first) if may_send else before
+        if ahead >= config.max_num_batched_tokens:
             continue
         cached = cached_blocks(live, worker)
         if num_blocks_to_take(live, worker, cached) + len(active) > worker.pool.num_free:
@@ -425,15 +429,46 @@ def choose_suspects(running: Sequence[LiveRequest]) -> list[LiveRequest]:
 # ----------------------------------------------------------------------------- progress
 
 
+def may_be_planned(live: LiveRequest, worker: WorkerView) -> bool:
+    """Whether the next chunk of a running request may be sent to its worker now.
+
+    It may continue chunks under way whose success is to be expected, and where more is to be done
+    than to find out how they end. A request that comes back to a worker waits until the worker
+    has heard that it had left.
+    """
+    request = live.request
+    if not live.is_known_to_worker and any(live.id in s.told_released_ids for s in worker.steps):
+        return False
+    if not live.in_flight:
+        return True
+    if live.is_evict_wanted or live.batch_limit is not None or live.in_flight[-1].is_void:
+        return False
+    is_at_end = live.num_planned_outputs >= request.max_tokens
+    return live.num_planned_kv_tokens < request.num_prompt_tokens or not is_at_end
+
+
+def is_worth_sending(
+    running: Sequence[LiveRequest], worker: WorkerView, config: SchedulerConfig
+) -> bool:
+    """Whether a step of these requests should be sent, ahead of the answer to those under way.
+
+    Whoever is in one step goes on in the next. Newcomers alone fill a good part of a step of their
+    own, or wait: else two groups would take turns with half the batch each.
+    """
+    if not any(step.flights for step in worker.steps) or any(r.in_flight for r in running):
+        return True
+    return 2 * sum(r.num_unplanned_tokens for r in running) >= config.max_num_batched_tokens
+
+
 def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> int:
     """Position before which the request's next chunk ends, within the budgets of the step."""
-    request = live.request
-    end = min(live.num_kv_tokens + token_budget, request.num_tokens)
+    request, start = live.request, live.num_planned_kv_tokens
+    end = start + min(token_budget, live.num_unplanned_tokens)
     k = request.sampling_params.prompt_logprobs
     if k is None or end <= request.num_computed_tokens:
         return end
     max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
-    first_row = max(live.num_kv_tokens, request.num_computed_tokens)
+    first_row = max(start, request.num_computed_tokens)
     return min(end, first_row + max_rows) if first_row < request.num_prompt_tokens else end
 
 

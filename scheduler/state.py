@@ -25,6 +25,7 @@ from scheduler.errors import (
     EngineUnavailable,
     HaversackError,
     InvalidConfig,
+    InvariantViolation,
     Overloaded,
     UnknownRequest,
     UnknownWorker,
@@ -70,7 +71,7 @@ from scheduler.residency import (
     load,
     requeue,
 )
-from scheduler.stepping import fail_batch, start_step, suspect_batch, take_batch
+from scheduler.stepping import fail_batch, start_steps, suspect_batch, take_batch
 from scheduler.submissions import content_hash, submission_of
 
 
@@ -95,9 +96,8 @@ class SchedulerState:
         move_wanted(core)
         drain(core)
         admit(core)
-        for worker in core.workers.values():
-            if worker.is_idle:
-                start_step(core, worker)
+        while start_steps(core):
+            admit(core)
         actions, core.actions = core.actions, []
         return actions
 
@@ -387,8 +387,10 @@ class SchedulerState:
 
     def _end_batch(self, worker_id: str, step_id: int, event: BatchDone | BatchFailed) -> None:
         worker = self._core.workers.get(worker_id)
-        if worker is None or worker.step_id != step_id:
+        if worker is None or all(step.step_id != step_id for step in worker.steps):
             return
+        if worker.steps[0].step_id != step_id:
+            raise InvariantViolation(f"{worker_id}: step {step_id} was answered before its turn")
         if isinstance(event, BatchDone):
             take_batch(self._core, worker, event)
         else:

@@ -6,6 +6,7 @@ not send again. Rules:
 - Released requests are forgotten before any chunk is looked at.
 - All chunks of a step are one flattened batch; the output layer runs only on rows that need it.
 - A chunk that can't be computed, or that meets NaN, fails alone: the others' bits are the same.
+- A request that failed is forgotten, so that what was sent for it meanwhile fails too.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from scheduler.codec import IntArray
+from scheduler.codec import IntArray, int_array
 from scheduler.errors import HaversackError, InvalidRequest, NumericalError
 from scheduler.logprobs import Logprobs
 from scheduler.messages import (
+    LAST_SAMPLED,
     Chunk,
     ChunkResult,
     ModelRunnerOutput,
@@ -49,6 +51,8 @@ class _Tracked:
         self.new = new
         self.block_table: IntArray = np.empty(0, np.int32)
         self.num_output_tokens = new.num_output_tokens
+        self.last_token: int | None = None
+        """Sampled here last."""
         self.counts = (
             TokenCounts(new.history, new.num_prompt_tokens)
             if new.sampling_params.needs_token_history
@@ -68,6 +72,7 @@ class _Tracked:
     def take(self, token: int) -> None:
         """Note a token that was sampled here."""
         self.num_output_tokens += 1
+        self.last_token = token
         if self.counts is not None:
             self.counts.append([token])
 
@@ -79,6 +84,7 @@ class _Work:
     chunk: Chunk
     tracked: _Tracked
     span: Span
+    token_ids: IntArray
     error: HaversackError | None = None
     parts: list[Logprobs] = field(default_factory=list)
     sampled_token_id: int | None = None
@@ -130,6 +136,11 @@ class ModelRunner:
         """Requests that something is kept of."""
         return len(self._tracked)
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Keep nothing of some requests, known or not."""
+        for request_id in request_ids:
+            self._tracked.pop(request_id, None)
+
     def forget_all(self) -> None:
         """Keep nothing of any request: each is as unknown as before its first chunk."""
         self._tracked.clear()
@@ -166,12 +177,20 @@ class ModelRunner:
         the whole step failed.
         """
         started = time.perf_counter()
-        for request_id in step.released_request_ids:
-            self._tracked.pop(request_id, None)
+        self.forget(step.released_request_ids)
+        try:
+            results = self._results(step.chunks)
+        except BaseException:
+            self.forget(chunk.request_id for chunk in step.chunks)
+            raise
+        self.forget(result.request_id for result in results if result.error is not None)
+        return ModelRunnerOutput(step.step_id, results, time.perf_counter() - started)
+
+    def _results(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         works: list[_Work] = []
         outcomes: list[_Work | ChunkResult] = []
         first_row = 0
-        for chunk in step.chunks:
+        for chunk in chunks:
             try:
                 work = self._admit(chunk, first_row, taken={w.chunk.request_id for w in works})
             except HaversackError as error:
@@ -182,8 +201,7 @@ class ModelRunner:
             first_row += work.span.num_tokens
         if works:
             self._compute(works)
-        results = [item.result() if isinstance(item, _Work) else item for item in outcomes]
-        return ModelRunnerOutput(step.step_id, results, time.perf_counter() - started)
+        return [item.result() if isinstance(item, _Work) else item for item in outcomes]
 
     def _admit(self, chunk: Chunk, first_row: int, taken: set[str]) -> _Work:
         """Take in what is new of a request, and check that its chunk can be computed."""
@@ -191,7 +209,10 @@ class ModelRunner:
         if tracked is None:
             raise InvalidRequest(f"request {chunk.request_id!r} is not known to this worker")
         table = np.concatenate([tracked.block_table, chunk.new_block_ids])
-        span = Span(first_row, chunk.start, len(chunk.token_ids), table)
+        token_ids = chunk.token_ids
+        if tracked.last_token is not None and token_ids.tolist() == [LAST_SAMPLED]:
+            token_ids = int_array([tracked.last_token])
+        span = Span(first_row, chunk.start, len(token_ids), table)
         vocab, cache = self._model.vocab_size, self._cache
         rows = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
         checks = {
@@ -199,7 +220,7 @@ class ModelRunner:
             "at least one token": span.num_tokens > 0,
             f"positions in 0..{self._model.max_model_len - 1}": chunk.start >= 0
             and span.end <= self._model.max_model_len,
-            f"token ids in 0..{vocab - 1}": _within(chunk.token_ids, vocab)
+            f"token ids in 0..{vocab - 1}": _within(token_ids, vocab)
             and _within(chunk.row_target_ids, vocab),
             f"block ids in 0..{cache.num_blocks - 1}": _within(table, cache.num_blocks),
             "blocks for every token": len(table) * cache.block_size >= span.end,
@@ -217,7 +238,7 @@ class ModelRunner:
             )
         tracked.block_table = table
         self._tracked[chunk.request_id] = tracked
-        return _Work(chunk, tracked, span)
+        return _Work(chunk, tracked, span, token_ids)
 
     def _compute(self, works: list[_Work]) -> None:
         """Run the model over all chunks and fill in what each brought."""
@@ -227,7 +248,7 @@ class ModelRunner:
         positions = np.zeros_like(token_ids)
         for work in works:
             rows = slice(work.span.first_row, work.span.first_row + work.span.num_tokens)
-            token_ids[rows] = work.chunk.token_ids
+            token_ids[rows] = work.token_ids
             positions[rows] = np.arange(work.span.start, work.span.end)
         batch = AttentionBatch([work.span for work in works], self._cache)
         with use_batch(batch):

@@ -8,15 +8,16 @@ never written changes that sum and with it every later result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from scheduler.codec import IntArray, int_array
-from scheduler.errors import NumericalError
+from scheduler.errors import InvalidRequest, NumericalError
 from scheduler.logprobs import Logprobs
 from scheduler.messages import (
+    LAST_SAMPLED,
     ChunkResult,
     ModelRunnerOutput,
     NewRequest,
@@ -72,6 +73,7 @@ class _Tracked:
     new: NewRequest
     table: list[int]
     num_output_tokens: int
+    last_token: int | None = None
 
 
 @dataclass
@@ -119,24 +121,36 @@ class FakeRunner:
                 self.tracked[chunk.request_id] = _Tracked(
                     chunk.new, [], chunk.new.num_output_tokens
                 )
-            tracked = self.tracked[chunk.request_id]
-            tracked.table += chunk.new_block_ids.tolist()
-            results.append(self._compute(tracked, chunk))
+            result = self._compute(chunk)
+            if result.error is not None:
+                self.forget([chunk.request_id])
+            results.append(result)
         return ModelRunnerOutput(output.step_id, results, 0.001)
 
-    def _compute(self, tracked: _Tracked, chunk) -> ChunkResult:
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.tracked.pop(request_id, None)
+
+    def _compute(self, chunk) -> ChunkResult:
+        tracked = self.tracked.get(chunk.request_id)
+        if tracked is None:
+            return ChunkResult(chunk.request_id, error=InvalidRequest("not known").to_wire())
+        tracked.table += chunk.new_block_ids.tolist()
+        tokens = chunk.token_ids.tolist()
+        if tokens == [LAST_SAMPLED]:
+            tokens = [tracked.last_token]
         end = chunk.start + len(chunk.token_ids)
         table = np.asarray(tracked.table)
         if end > len(table) * self.block_size:
             raise RuntimeError(f"{chunk.request_id}: {end} tokens in {len(table)} blocks")
-        if POISON in chunk.token_ids:
+        if POISON in tokens:
             return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
         positions = np.arange(end)
         where = (table[positions // self.block_size], positions % self.block_size)
         parent = (
             int(self.kv[where[0][chunk.start - 1], where[1][chunk.start - 1]]) if chunk.start else 0
         )
-        for i, token in enumerate(chunk.token_ids.tolist()):
+        for i, token in enumerate(tokens):
             parent = _mix(parent, token)
             self.kv[where[0][chunk.start + i], where[1][chunk.start + i]] = parent
         totals = np.cumsum(self.kv[where], dtype=np.uint64)
@@ -154,6 +168,7 @@ class FakeRunner:
             banned = tracked.new.banned_until_min_tokens if young else ()
             sampled = _sample(total, tracked.new.seed, end, banned)
             tracked.num_output_tokens += 1
+            tracked.last_token = sampled
             if params.logprobs is not None:
                 sampled_logprobs = _rows([total], [sampled], _width(params.logprobs))
         return ChunkResult(chunk.request_id, rows, sampled, sampled_logprobs)
