@@ -69,6 +69,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens per step of a worker, decodes and prefill chunks together."""
     max_num_seqs: int = 64
     """Requests that run on a worker at once."""
+    max_steps_in_flight: int = 2
+    """Steps that a worker may have been sent and not answered. With 2 the next step is there when
+    one ends, so that a worker never waits for the scheduler; 1 sends each when the one before is
+    answered."""
     max_model_len: int | None = None
     """Positions a request may use, prompt and output together; None is what the model can do,
     and more than that is lowered to it."""
@@ -176,6 +180,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             block_size=info.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            max_steps_in_flight=self.max_steps_in_flight,
             max_model_len=min(limit, info.max_model_len),
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -210,6 +215,7 @@ RULES: dict[str, Rule] = {
     "kv_cache_bytes": size(1),
     "max_num_batched_tokens": whole(1),
     "max_num_seqs": whole(1),
+    "max_steps_in_flight": whole(1),
     "max_model_len": optional(whole(1)),
     "enable_prefix_caching": flag(),
     "offload_bytes": size(0),

@@ -19,7 +19,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._caching = enable_prefix_caching
+        self.is_caching = enable_prefix_caching
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -52,7 +52,7 @@ class BlockPool:
         Both the limit and the bypass are enforced here, whatever the caller checked before.
         """
         found: list[int] = []
-        if skip_reading_prefix_cache or not self._caching:
+        if skip_reading_prefix_cache or not self.is_caching:
             return found
         for block_hash in block_hashes[: num_readable_tokens // self.block_size]:
             block_id = self._block_of.get(block_hash)
@@ -117,7 +117,7 @@ class BlockPool:
         """
         if self._refs[block_id] <= 0:
             raise InvariantViolation(f"block {block_id} is registered but nobody holds it")
-        if self._caching and block_hash not in self._block_of and block_id not in self._hash_of:
+        if self.is_caching and block_hash not in self._block_of and block_id not in self._hash_of:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
 

@@ -44,7 +44,8 @@ def advance_migration(core: Core, live: LiveRequest) -> None:
         return
     num_full = live.num_kv_tokens // live.block_size
     num_left = num_full - migration.num_copied_blocks
-    if num_left > _FEW_BLOCKS and migration.num_rounds < _MAX_ROUNDS:
+    is_paused = migration.paused_s is not None
+    if num_left > _FEW_BLOCKS and migration.num_rounds < _MAX_ROUNDS and not is_paused:
         migration.num_rounds += 1
         _copy(core, live, migration, num_full)
         return

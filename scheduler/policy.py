@@ -209,12 +209,13 @@ def choose_worker(
 ) -> Placement | None:
     """Return where to put a waiting request, or None while no worker has room.
 
-    A worker has room if a place and the blocks for all known tokens are free, and less than one
-    step's work stands before the request, not counting what is under way where another step may be
-    sent at once. Unless the worker is empty, one block per running
-    request stays free too, so that a readmitted request is not evicted again at their next step.
-    Among those with room the one that would be done first wins: the fewest tokens before the
-    request plus the fewest of its own that are not cached there; unless an operator has named one.
+    A worker has room if a place and the blocks for all known tokens are free, and less work stands
+    before the request than the steps take that it may be sent. Unless the worker is empty, one
+    block per running request stays free too, so that a readmitted request is not evicted again at
+    their next step. A worker that is about to compute the block that the request lacks next has
+    room once it has done so. Among those with room the one that would be done first wins: the
+    fewest tokens before the request plus the fewest of its own that are not cached there; unless an
+    operator has named one.
     """
     request = live.request
     best: tuple[tuple[bool, int, int], Placement] | None = None
@@ -222,13 +223,12 @@ def choose_worker(
         if worker.num_seats_taken >= config.max_num_seqs or not is_open_to(request, worker):
             continue
         active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
-        first = [r for r in active if r.request.rank < request.rank]
-        before = sum(max(r.num_pending_tokens, 0) for r in first)
-        may_send = len(worker.steps) < config.max_steps_in_flight
-        ahead = sum(r.num_unplanned_tokens for r in first) if may_send else before
-        if ahead >= config.max_num_batched_tokens:
+        before = sum(max(r.num_pending_tokens, 0) for r in active if r.request.rank < request.rank)
+        if before >= config.max_num_batched_tokens * config.max_steps_in_flight:
             continue
         cached = cached_blocks(live, worker)
+        if is_prefix_coming(live, worker, len(cached)):
+            continue
         if num_blocks_to_take(live, worker, cached) + len(active) > worker.pool.num_free:
             continue
         cost = before + request.num_tokens - len(cached) * config.block_size
@@ -245,6 +245,25 @@ def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
         live.block_hashes(limit // worker.pool.block_size),
         num_readable_tokens=limit,
         skip_reading_prefix_cache=live.request.sampling_params.skips_reading_prefix_cache,
+    )
+
+
+def is_prefix_coming(live: LiveRequest, worker: WorkerView, num_cached: int) -> bool:
+    """Whether a request before this one is about to compute the block that it lacks next.
+
+    Then it waits and reads the block, instead of computing the same once more beside the other.
+    """
+    end = (num_cached + 1) * live.block_size
+    skips = live.request.sampling_params.skips_reading_prefix_cache
+    if skips or not worker.pool.is_caching or live.request.num_readable_tokens.shared < end:
+        return False
+    missing = live.block_hashes(num_cached + 1)[num_cached]
+    return any(
+        other.num_kv_tokens < end <= other.request.num_prompt_tokens
+        and other.request.rank < live.request.rank
+        and other.status in (RequestStatus.LOADING, RequestStatus.RUNNING)
+        and other.block_hashes(num_cached + 1)[num_cached] == missing
+        for other in worker.residents.values()
     )
 
 

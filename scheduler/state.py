@@ -96,8 +96,8 @@ class SchedulerState:
         move_wanted(core)
         drain(core)
         admit(core)
-        while start_steps(core):
-            admit(core)
+        for worker in core.workers.values():
+            start_steps(core, worker)
         actions, core.actions = core.actions, []
         return actions
 

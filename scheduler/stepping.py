@@ -30,15 +30,14 @@ _MAX_LONE_DEATHS = 5
 """Workers in a row that may die of one request alone before it is given up."""
 
 
-def start_steps(core: Core) -> bool:
-    """Start one step more on each worker that has less than it may; return whether any began."""
-    room = core.config.max_steps_in_flight
-    started = [start_step(core, w) for w in core.workers.values() if len(w.steps) < room]
-    return any(started)
+def start_steps(core: Core, worker: WorkerView) -> None:
+    """Send a worker as many steps as it may have under way, while there is anything to send."""
+    while len(worker.steps) < core.config.max_steps_in_flight and _start_step(core, worker):
+        pass
 
 
-def start_step(core: Core, worker: WorkerView) -> bool:
-    """Start the next step of a worker if there is anything to compute or to tell it.
+def _start_step(core: Core, worker: WorkerView) -> bool:
+    """Send a worker its next step if there is anything to compute or to tell it.
 
     Those that have to leave go first, so that they do; then decodes, then prefill chunks, each in
     order of service, within the token budget. Requests whose last batch failed as a whole are

@@ -180,7 +180,7 @@ class SimEngine:
         """Workers that were stopped after a drain."""
         self._validate = validate
         self._store_queues: dict[str, deque[AnyAction]] = {}
-        self._steps: dict[str, deque[RunBatch]] = {}
+        self.steps: dict[str, deque[RunBatch]] = {}
         """Worker -> the steps that it was sent; it computes them in this order."""
         self._now_s = 0.0
         self._tickets = 0
@@ -229,7 +229,7 @@ class SimEngine:
     def lose(self, worker_id: str) -> None:
         """A worker dies: its steps never answer; the store finds out when it calls the worker."""
         del self.runners[worker_id]
-        self._steps.pop(worker_id, None)
+        self.steps.pop(worker_id, None)
         self.pending = [
             a for a in self.pending if not (isinstance(a, RunBatch) and a.worker_id == worker_id)
         ]
@@ -284,7 +284,7 @@ class SimEngine:
         self.state = SchedulerState(self.config)
         self.pending.clear()
         self._store_queues.clear()
-        self._steps.clear()
+        self.steps.clear()
         self._unwritten.clear()
         self._first_reads.clear()
         self.store.retain(self.journal)
@@ -504,7 +504,7 @@ class SimEngine:
             case Refuse(ticket=ticket, error=error):
                 self.refused[ticket] = from_wire(error)
             case RunBatch(worker_id=worker_id):
-                steps = self._steps.setdefault(worker_id, deque())
+                steps = self.steps.setdefault(worker_id, deque())
                 steps.append(action)
                 if len(steps) == 1:
                     self.pending.append(action)
@@ -521,7 +521,7 @@ class SimEngine:
                     self.pending.append(action)
 
     def _next_step(self, action: RunBatch) -> None:
-        steps = self._steps[action.worker_id]
+        steps = self.steps[action.worker_id]
         steps.popleft()
         if steps:
             self.pending.append(steps[0])

@@ -44,6 +44,7 @@ class Script:
         settings: dict[str, Any] = {
             "block_size": 4,
             "max_num_batched_tokens": 8,
+            "max_steps_in_flight": 1,
             "vocab_size": 100,
             "eos_token_ids": (EOS,),
             "save_finished": False,

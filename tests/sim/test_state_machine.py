@@ -62,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_migration=st.booleans(),
         enable_journal=st.booleans(),
         save_segment_tokens=st.sampled_from([0, 4, 9]),
+        max_steps_in_flight=st.integers(1, 3),
     )
     def start(
         self,
@@ -75,6 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_migration: bool,
         enable_journal: bool,
         save_segment_tokens: int,
+        max_steps_in_flight: int,
     ) -> None:
         self.num_blocks = num_blocks
         self.engine = SimEngine(
@@ -91,6 +93,7 @@ class EngineMachine(RuleBasedStateMachine):
                 enable_migration=enable_migration,
                 enable_journal=enable_journal,
                 save_segment_tokens=save_segment_tokens,
+                max_steps_in_flight=max_steps_in_flight,
             ),
             block_bytes=BLOCK_SIZE * 8,
             store_bytes=store_blocks * BLOCK_SIZE * 8,
@@ -208,13 +211,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.lose_one(data.draw(st.sampled_from(sorted(self.engine.runners))))
 
     def lose_one(self, worker_id: str) -> None:
-        for action in self.engine.pending:
-            if isinstance(action, RunBatch) and action.worker_id == worker_id:
-                names = [chunk.request_id for chunk in action.output.chunks]
-                if len(names) == 1:
-                    self.lone_deaths[names[0]] += 1
-                    if self.lone_deaths[names[0]] >= 5:
-                        self.unhappy.add(names[0])
+        steps = self.engine.steps.get(worker_id, ())
+        names = {chunk.request_id for step in steps for chunk in step.output.chunks}
+        if len(names) == 1:
+            [name] = names
+            self.lone_deaths[name] += 1
+            if self.lone_deaths[name] >= 5:
+                self.unhappy.add(name)
         self.engine.lose(worker_id)
 
     @rule()
