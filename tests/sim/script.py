@@ -26,7 +26,14 @@ from scheduler.codec import int_array
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestFailed
 from scheduler.events import BatchDone, BatchFailed, RequestSubmitted, WorkerJoined
-from scheduler.messages import ChunkResult, ModelRunnerOutput, Submission, WorkerInfo
+from scheduler.messages import (
+    LAST_SAMPLED,
+    ChunkResult,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    Submission,
+    WorkerInfo,
+)
 from scheduler.request import RequestStatus
 from scheduler.sampling_params import SamplingParams
 from scheduler.state import SchedulerState
@@ -51,15 +58,28 @@ class Script:
         }
         self.state = SchedulerState(SchedulerConfig(**{**settings, **config}))
         self.actions: list[AnyAction] = []
+        self.steps: list[RunBatch] = []
+        """Those that have not been answered."""
         for index in range(num_workers):
             self.say(WorkerJoined(worker_info(f"w{index}", num_blocks)))
 
     def say(self, *events: Any) -> list[str]:
         """Give events to the core and return its actions in short words."""
+        for event in events:
+            if isinstance(event, BatchDone):
+                self._note_answer(event.worker_id, event.output.step_id)
+            elif isinstance(event, BatchFailed):
+                self._note_answer(event.worker_id, event.step_id)
         actions = self.state.handle(*events)
         self.state.validate()
         self.actions += actions
+        self.steps += [action for action in actions if isinstance(action, RunBatch)]
         return [words(action) for action in actions]
+
+    def _note_answer(self, worker_id: str, step_id: int) -> None:
+        self.steps = [
+            s for s in self.steps if (s.worker_id, s.output.step_id) != (worker_id, step_id)
+        ]
 
     def last(self, kind: type[Any]) -> Any:
         return next(action for action in reversed(self.actions) if isinstance(action, kind))
@@ -68,15 +88,11 @@ class Script:
         return self.say(submitted(name, num_tokens, **more))
 
     def computed(self, worker_id: str = "w0", token: int = TOKEN) -> list[str]:
-        """The latest step of a worker is done."""
+        """The oldest step under way of a worker is done."""
         return self.say(self.batch_done(worker_id, token))
 
     def batch_done(self, worker_id: str = "w0", token: int = TOKEN) -> BatchDone:
-        output = next(
-            a.output
-            for a in reversed(self.actions)
-            if isinstance(a, RunBatch) and a.worker_id == worker_id
-        )
+        output = self._step(worker_id)
         results = [
             ChunkResult(
                 chunk.request_id,
@@ -88,8 +104,11 @@ class Script:
         return BatchDone(worker_id, ModelRunnerOutput(output.step_id, results))
 
     def batch_failed(self, worker_id: str = "w0") -> list[str]:
-        step_id = self.last(RunBatch).output.step_id
+        step_id = self._step(worker_id).step_id
         return self.say(BatchFailed(worker_id, step_id, RequestFailed("boom").to_wire()))
+
+    def _step(self, worker_id: str) -> SchedulerOutput:
+        return next(step.output for step in self.steps if step.worker_id == worker_id)
 
     def status(self, name: str) -> RequestStatus:
         return self.state.request(name).status
@@ -124,6 +143,7 @@ def words(action: AnyAction) -> str:
         case RunBatch(worker_id=worker_id, output=output):
             chunks = [
                 f"{c.request_id}[{c.start}:{c.start + len(c.token_ids)}]"
+                + (" last" if c.token_ids.tolist() == [LAST_SAMPLED] else "")
                 + (f" rows={len(c.row_target_ids)}" if len(c.row_target_ids) else "")
                 + (" sample" if c.sample else "")
                 + (" new" if c.new else "")

@@ -314,9 +314,9 @@ def test_random_streams_go_on_through_all_that_can_befall_a_request(
 
         go_on(num_steps)
         engine.evict("a")
-        go_on(4)
+        go_on(6)
         assert engine.migrate("a", next(w for w in engine.runners if w != worker())) is None
-        go_on(4)
+        go_on(5)
         engine.lose(worker())
         go_on(4)
         infos = engine.state.request_infos(0)
