@@ -157,13 +157,13 @@ class InFlight:
 
     @property
     def end(self) -> int:
-        """Position before which it ends."""
-        return self.chunk.start + len(self.chunk.token_ids)
+        """Position before which it ends, unless a token before ends the request."""
+        return self.chunk.start + len(self.chunk.token_ids) + self.chunk.max_more_tokens
 
     @property
     def num_samples(self) -> int:
         """Tokens that it brings, unless one before ends the request."""
-        return int(self.chunk.sample)
+        return int(self.chunk.sample) + self.chunk.max_more_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +184,8 @@ class WorkerView:
     pool: BlockPool
     residents: dict[str, LiveRequest] = field(default_factory=dict)
     """Requests that hold blocks here: LOADING, RUNNING or SAVING."""
+    decode_s: float | None = None
+    """Seconds that it took per token of each request in its latest step of nothing but decodes."""
     steps: deque[Step] = field(default_factory=deque)
     """Those under way, in the order in which they were sent, are computed and answered."""
     released_request_ids: list[str] = field(default_factory=list)

@@ -29,8 +29,9 @@ class NewRequest(msgspec.Struct, frozen=True, eq=False):
     num_prompt_tokens: int
     num_prompt_logprobs: int | None
     """k of the prompt rows, -1 for all of the vocabulary, None for no rows."""
-    banned_until_min_tokens: tuple[int, ...]
-    """Stop ids that can't be sampled before `min_tokens` tokens are generated."""
+    stop_ids: tuple[int, ...]
+    """Token ids that end the request once `min_tokens` tokens are generated, and can't be sampled
+    before."""
     num_output_tokens: int
     """Tokens generated so far, on whichever worker."""
     history: IntArray
@@ -55,6 +56,9 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     """Whether to sample the token after the chunk's last one."""
     new: NewRequest | None = None
     """Present in the first chunk of a request on this worker."""
+    max_more_tokens: int = 0
+    """Tokens to sample beyond that one, each computed in its turn as if it had been sent, unless
+    one ends the request; there are blocks for them."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, eq=False):
@@ -77,7 +81,9 @@ class ChunkResult(msgspec.Struct, frozen=True, eq=False):
     """The prompt rows asked for; None where none were."""
     sampled_token_id: int | None = None
     sampled_logprobs: Logprobs | None = None
-    """One row, where output logprobs are asked for."""
+    """One row per sampled token, where output logprobs are asked for."""
+    more_token_ids: IntArray | None = None
+    """int32: the tokens sampled after that one; None where no more were asked for."""
     error: WireError | None = None
     """Set alone: this request failed, the rest of the batch is good."""
 

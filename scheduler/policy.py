@@ -12,7 +12,7 @@ import numpy as np
 from scheduler.codec import IntArray
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, RequestTooLarge
-from scheduler.live import LiveRequest, WorkerView
+from scheduler.live import LiveRequest, Step, WorkerView
 from scheduler.logprobs import LogprobRows
 from scheduler.messages import SchedulerStats, Submission
 from scheduler.request import FinishReason, Request, RequestStatus
@@ -489,6 +489,44 @@ def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> 
     max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
     first_row = max(start, request.num_computed_tokens)
     return min(end, first_row + max_rows) if first_row < request.num_prompt_tokens else end
+
+
+_MAX_DECODE_AHEAD_S = 0.1
+"""Decodes that may be under way on a worker, in seconds: a newcomer waits for them."""
+
+
+def num_more_tokens(
+    num_waiting: int, running: Sequence[LiveRequest], worker: WorkerView, config: SchedulerConfig
+) -> int:
+    """Return how many tokens a step of decodes should bring per request beyond the first.
+
+    None where anybody waits for a place or a prompt is to be computed, since these would wait for
+    them; nor where a request is to leave or under suspicion, or blocks are scarce.
+    """
+    if config.max_decode_steps <= 1 or num_waiting or worker.decode_s is None or worker.incoming:
+        return 0
+    if worker.is_draining or len(running) > config.max_num_batched_tokens:
+        return 0
+    if not all(r.is_decoding for r in running) or any(
+        r.status is not RequestStatus.RUNNING
+        or r.is_evict_wanted
+        or r.migration is not None
+        or r.batch_limit is not None
+        for r in worker.active()
+    ):
+        return 0
+    allowed_s = _MAX_DECODE_AHEAD_S / config.max_steps_in_flight
+    num_steps = min(config.max_decode_steps, int(allowed_s / max(worker.decode_s, 1e-9)))
+    num_blocks = len(running) * (1 + blocks_for(num_steps, config.block_size))
+    return num_steps - 1 if num_steps > 1 and num_blocks <= worker.pool.num_free else 0
+
+
+def decode_s(step: Step, compute_s: float) -> float | None:
+    """Return the seconds per token that a step of decodes took; None where it held others too."""
+    chunks = [flight.chunk for flight in step.flights]
+    if not chunks or any(len(c.token_ids) > 1 or not c.sample for c in chunks):
+        return None
+    return compute_s / (1 + max(c.max_more_tokens for c in chunks))
 
 
 def end_of(request: Request) -> tuple[FinishReason, int | None] | None:

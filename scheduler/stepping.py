@@ -12,6 +12,8 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from scheduler import policy
 from scheduler.actions import RecordProgress, RunBatch
 from scheduler.balancing import is_moving, make_way
@@ -50,6 +52,7 @@ def _start_step(core: Core, worker: WorkerView) -> bool:
     running = [r for r in suspects or running if policy.may_be_planned(r, worker)]
     if not policy.is_worth_sending(running, worker, core.config):
         return False
+    num_more = policy.num_more_tokens(core.num_waiting, running, worker, core.config)
     budget = core.config.max_num_batched_tokens
     flights: list[InFlight] = []
     for live in sorted(running, key=lambda r: (not r.is_evict_wanted, not r.is_decoding)):
@@ -61,7 +64,8 @@ def _start_step(core: Core, worker: WorkerView) -> bool:
         if not _has_blocks(core, live, end):
             continue
         budget -= end - live.num_planned_kv_tokens
-        flights.append(_begin_flight(live, end))
+        num_left = max(live.request.max_tokens - live.num_planned_outputs - 1, 0)
+        flights.append(_begin_flight(live, end, min(num_more, num_left)))
     has_releases = worker.released_request_ids and not worker.has_refused_releases
     if not flights and (worker.steps or not has_releases):
         return False
@@ -69,8 +73,12 @@ def _start_step(core: Core, worker: WorkerView) -> bool:
     return True
 
 
-def _begin_flight(live: LiveRequest, end: int) -> InFlight:
-    flight = InFlight(live, make_chunk(live, end))
+def _begin_flight(live: LiveRequest, end: int, num_more: int) -> InFlight:
+    """Note a chunk as sent, and `num_more` tokens after it, for which blocks are free."""
+    missing = policy.blocks_for(end + num_more, live.block_size) - len(live.block_ids)
+    if missing > 0 and live.worker is not None:
+        live.block_ids += live.worker.pool.allocate(missing)
+    flight = InFlight(live, make_chunk(live, end, num_more))
     live.in_flight.append(flight)
     live.is_known_to_worker = True
     live.num_sent_blocks = len(live.block_ids)
@@ -120,7 +128,10 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     core.stats.compute_s += event.output.compute_s
     worker.has_refused_releases = False
     results = {result.request_id: result for result in event.output.results}
-    for flight in _end_step(worker, worker.steps.popleft()):
+    step = worker.steps.popleft()
+    decode_s = policy.decode_s(step, event.output.compute_s)
+    worker.decode_s = worker.decode_s if decode_s is None else decode_s
+    for flight in _end_step(worker, step):
         live = flight.live
         if flight.is_void:
             _heed_wishes(core, live)
@@ -197,24 +208,51 @@ def _end_step(worker: WorkerView, step: Step) -> list[InFlight]:
 
 
 def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResult) -> None:
-    request = live.request
-    start, end = chunk.start, chunk.start + len(chunk.token_ids)
-    num_computed = request.num_computed_tokens
-    num_held = request.num_prompt_rows_at(num_computed)
-    core.stats.num_computed_tokens += end - start
     if result.error is not None:
+        core.stats.num_computed_tokens += len(chunk.token_ids)
         finish(core, live, FinishReason.ERROR, error=from_wire(result.error))
         return
+    num_held = live.request.num_prompt_rows_at(live.request.num_computed_tokens)
+    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_held)
+    core.stats.num_prompt_rows += len(chunk.row_target_ids)
+    start, end = chunk.start, chunk.start + len(chunk.token_ids)
+    last = end + chunk.max_more_tokens
+    for piece in _pieces(result):
+        if not _take_piece(core, live, start, end, piece):
+            return
+        start, end = end, end + 1
+    if start != last:
+        error = RequestFailed(f"the worker computed up to {start}, where {last} was asked for")
+        finish(core, live, FinishReason.ERROR, error=error)
+        return
+    core.emit(live)
+    _heed_wishes(core, live)
+
+
+def _pieces(result: ChunkResult) -> Iterator[ChunkResult]:
+    """Split what a chunk brought into results with one sampled token at most."""
+    if result.more_token_ids is None:
+        yield result
+        return
+    all_rows = result.sampled_logprobs
+    for i, token in enumerate([result.sampled_token_id, *result.more_token_ids.tolist()]):
+        own = all_rows[i : i + 1] if all_rows is not None else None
+        yield ChunkResult(result.request_id, None if i else result.rows, token, own)
+
+
+def _take_piece(core: Core, live: LiveRequest, start: int, end: int, result: ChunkResult) -> bool:
+    """Hand a request the results of positions [start, end); return whether it goes on."""
+    request = live.request
+    num_computed = request.num_computed_tokens
+    core.stats.num_computed_tokens += end - start
     try:
         request.advance(end, result.rows, result.sampled_token_id, result.sampled_logprobs)
     except InvariantViolation as error:
         finish(core, live, FinishReason.ERROR, error=RequestFailed(error.message))
-        return
-    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_held)
+        return False
     again = max(min(end, num_computed) - start, 0)
     request.stats.num_recomputed_tokens += again
     core.stats.num_recomputed_tokens += again
-    core.stats.num_prompt_rows += len(chunk.row_target_ids)
     core.stats.num_generated_tokens += result.sampled_token_id is not None
     if core.config.enable_journal and end > num_computed:
         core.actions.append(
@@ -236,9 +274,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     ended = policy.end_of(request)
     if ended is not None:
         finish(core, live, ended[0], stop_reason=ended[1])
-        return
-    core.emit(live)
-    _heed_wishes(core, live)
+    return ended is None
 
 
 def _heed_wishes(core: Core, live: LiveRequest) -> None:

@@ -16,7 +16,7 @@ from scheduler.policy import stop_ids
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
-def make_chunk(live: LiveRequest, end: int) -> Chunk:
+def make_chunk(live: LiveRequest, end: int, max_more_tokens: int = 0) -> Chunk:
     """Return the message for the chunk from the request's planned KV up to `end`."""
     request = live.request
     start, num_outputs = live.num_planned_kv_tokens, live.num_planned_outputs
@@ -30,6 +30,7 @@ def make_chunk(live: LiveRequest, end: int) -> Chunk:
         first_row_position=max(start, request.num_computed_tokens),
         sample=end == request.num_prompt_tokens + num_outputs and num_outputs < request.max_tokens,
         new=None if live.is_known_to_worker else _new_request(live),
+        max_more_tokens=max_more_tokens,
     )
 
 
@@ -42,7 +43,7 @@ def _new_request(live: LiveRequest) -> NewRequest:
         seed=request.seed,
         num_prompt_tokens=request.num_prompt_tokens,
         num_prompt_logprobs=params.prompt_logprobs,
-        banned_until_min_tokens=stop_ids(request) if params.min_tokens else (),
+        stop_ids=stop_ids(request),
         num_output_tokens=len(request.output_token_ids),
         history=int_array(history),
     )

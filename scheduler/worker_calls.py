@@ -209,7 +209,7 @@ class WorkerCalls:
     ) -> AnyEvent | None:
         """Return how a step ended; None where its worker is lost."""
         step_id = action.output.step_id
-        num_tokens = sum(len(chunk.token_ids) for chunk in action.output.chunks)
+        num_tokens = sum(len(c.token_ids) + c.max_more_tokens for c in action.output.chunks)
         timeout_s = self._timeouts.for_step(num_tokens)
         try:
             who = f"{member.name}, given a step of {num_tokens} tokens,"

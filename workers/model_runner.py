@@ -6,7 +6,8 @@ not send again. Rules:
 - Released requests are forgotten before any chunk is looked at.
 - All chunks of a step are one flattened batch; the output layer runs only on rows that need it.
 - A chunk that can't be computed, or that meets NaN, fails alone: the others' bits are the same.
-- A request that failed is forgotten, so that what was sent for it meanwhile fails too.
+- A request that failed is forgotten, so that what was sent for it meanwhile fails too. What was
+  sent for one that has ended meanwhile is not computed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class _Tracked:
         self.num_output_tokens = new.num_output_tokens
         self.last_token: int | None = None
         """Sampled here last."""
+        self.has_ended = False
+        """Whether that token ends the request."""
         self.counts = (
             TokenCounts(new.history, new.num_prompt_tokens)
             if new.sampling_params.needs_token_history
@@ -65,14 +68,20 @@ class _Tracked:
             self.new.sampling_params,
             self.new.seed,
             self.num_output_tokens,
-            self.new.banned_until_min_tokens,
+            self.new.stop_ids,
             self.counts,
         )
+
+    def last(self) -> IntArray:
+        """Return the token that was sampled here last, [1]."""
+        return int_array([self.last_token])
 
     def take(self, token: int) -> None:
         """Note a token that was sampled here."""
         self.num_output_tokens += 1
         self.last_token = token
+        has_min = self.num_output_tokens >= self.new.sampling_params.min_tokens
+        self.has_ended = has_min and token in self.new.stop_ids
         if self.counts is not None:
             self.counts.append([token])
 
@@ -90,16 +99,38 @@ class _Work:
     sampled_token_id: int | None = None
     sampled_logprobs: Logprobs | None = None
 
+    more: list[_Work] = field(default_factory=list)
+    """The decodes that followed, one after the other."""
+
     def result(self) -> ChunkResult:
-        """Return what the chunk brought."""
-        if self.error is not None:
-            return ChunkResult(self.chunk.request_id, error=self.error.to_wire())
+        """Return what the chunk brought, with all that followed."""
+        request_id = self.chunk.request_id
+        works = [self, *self.more]
+        if (error := works[-1].error) is not None:
+            return ChunkResult(request_id, error=error.to_wire())
+        rows = [work.sampled_logprobs for work in works if work.sampled_logprobs is not None]
+        more = [work.sampled_token_id for work in self.more]
         return ChunkResult(
-            self.chunk.request_id,
+            request_id,
             rows=Logprobs.concat(self.parts) if self.parts else None,
             sampled_token_id=self.sampled_token_id,
-            sampled_logprobs=self.sampled_logprobs,
+            sampled_logprobs=Logprobs.concat(rows) if rows else None,
+            more_token_ids=int_array(more) if self.chunk.max_more_tokens else None,
         )
+
+    def next(self, first_row: int) -> _Work | None:
+        """Return the decode that follows as row `first_row` of a batch; None where none does."""
+        last = self.more[-1] if self.more else self
+        if (
+            len(self.more) == self.chunk.max_more_tokens
+            or last.error is not None
+            or self.tracked.has_ended
+        ):
+            return None
+        span = Span(first_row, last.span.end, 1, last.span.block_table)
+        work = _Work(_decode_of(self.chunk, span.start), self.tracked, span, self.tracked.last())
+        self.more.append(work)
+        return work
 
 
 @dataclass(frozen=True)
@@ -191,6 +222,10 @@ class ModelRunner:
         outcomes: list[_Work | ChunkResult] = []
         first_row = 0
         for chunk in chunks:
+            known = self._tracked.get(chunk.request_id)
+            if known is not None and known.has_ended and chunk.new is None:
+                outcomes.append(ChunkResult(chunk.request_id))
+                continue
             try:
                 work = self._admit(chunk, first_row, taken={w.chunk.request_id for w in works})
             except HaversackError as error:
@@ -201,6 +236,8 @@ class ModelRunner:
             first_row += work.span.num_tokens
         if works:
             self._compute(works)
+        while followers := _followers(works):
+            self._compute(followers)
         return [item.result() if isinstance(item, _Work) else item for item in outcomes]
 
     def _admit(self, chunk: Chunk, first_row: int, taken: set[str]) -> _Work:
@@ -211,19 +248,21 @@ class ModelRunner:
         table = np.concatenate([tracked.block_table, chunk.new_block_ids])
         token_ids = chunk.token_ids
         if tracked.last_token is not None and token_ids.tolist() == [LAST_SAMPLED]:
-            token_ids = int_array([tracked.last_token])
+            token_ids = tracked.last()
         span = Span(first_row, chunk.start, len(token_ids), table)
+        end = span.end + chunk.max_more_tokens
         vocab, cache = self._model.vocab_size, self._cache
         rows = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
         checks = {
             "one chunk of a request at a time": chunk.request_id not in taken,
             "at least one token": span.num_tokens > 0,
             f"positions in 0..{self._model.max_model_len - 1}": chunk.start >= 0
-            and span.end <= self._model.max_model_len,
+            and end <= self._model.max_model_len,
             f"token ids in 0..{vocab - 1}": _within(token_ids, vocab)
             and _within(chunk.row_target_ids, vocab),
             f"block ids in 0..{cache.num_blocks - 1}": _within(table, cache.num_blocks),
-            "blocks for every token": len(table) * cache.block_size >= span.end,
+            "blocks for every token": len(table) * cache.block_size >= end,
+            "a sampled token before further ones": chunk.sample or not chunk.max_more_tokens,
             "rows at positions of the chunk": not rows
             or (chunk.start <= rows.start and rows.stop <= span.end),
             "rows only where they are asked for": not rows
@@ -365,6 +404,22 @@ class ModelRunner:
             found = select_rows(logprobs.index_select(0, index), targets, k).to_host()
             for i, (_, work, _) in enumerate(members):
                 work.sampled_logprobs = found[i : i + 1]
+
+
+def _decode_of(chunk: Chunk, start: int) -> Chunk:
+    """Return the chunk that asks for the token after the one at `start`."""
+    none = chunk.new_block_ids[:0]
+    return Chunk(chunk.request_id, start, none, none, none, start, sample=True)
+
+
+def _followers(works: Sequence[_Work]) -> list[_Work]:
+    """Return the next decode of each chunk that goes on by itself, as one batch."""
+    followers: list[_Work] = []
+    for work in works:
+        follower = work.next(len(followers))
+        if follower is not None:
+            followers.append(follower)
+    return followers
 
 
 def _within(ids: IntArray, limit: int) -> bool:

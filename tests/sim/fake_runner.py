@@ -18,6 +18,7 @@ from scheduler.errors import InvalidRequest, NumericalError
 from scheduler.logprobs import Logprobs
 from scheduler.messages import (
     LAST_SAMPLED,
+    Chunk,
     ChunkResult,
     ModelRunnerOutput,
     NewRequest,
@@ -74,6 +75,7 @@ class _Tracked:
     table: list[int]
     num_output_tokens: int
     last_token: int | None = None
+    has_ended: bool = False
 
 
 @dataclass
@@ -121,11 +123,37 @@ class FakeRunner:
                 self.tracked[chunk.request_id] = _Tracked(
                     chunk.new, [], chunk.new.num_output_tokens
                 )
-            result = self._compute(chunk)
+            result = self._run(chunk)
             if result.error is not None:
                 self.forget([chunk.request_id])
             results.append(result)
         return ModelRunnerOutput(output.step_id, results, 0.001)
+
+    def _run(self, chunk) -> ChunkResult:
+        """Compute a chunk and the decodes that follow it."""
+        results = [self._compute(chunk)]
+        tracked = self.tracked.get(chunk.request_id)
+        none = int_array([])
+        while (
+            len(results) <= chunk.max_more_tokens
+            and results[-1].error is None
+            and not tracked.has_ended
+        ):
+            start = chunk.start + len(chunk.token_ids) + len(results) - 1
+            last = int_array([LAST_SAMPLED])
+            results.append(
+                self._compute(Chunk(chunk.request_id, start, last, none, none, start, True))
+            )
+        if len(results) == 1:
+            return results[0]
+        rows = [r.sampled_logprobs for r in results if r.sampled_logprobs is not None]
+        return ChunkResult(
+            chunk.request_id,
+            results[0].rows,
+            results[0].sampled_token_id,
+            Logprobs.concat(rows) if rows else None,
+            int_array([r.sampled_token_id for r in results[1:]]),
+        )
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -165,10 +193,12 @@ class FakeRunner:
         if chunk.sample:
             total = int(totals[end - 1])
             young = tracked.num_output_tokens < params.min_tokens
-            banned = tracked.new.banned_until_min_tokens if young else ()
+            banned = tracked.new.stop_ids if young else ()
             sampled = _sample(total, tracked.new.seed, end, banned)
             tracked.num_output_tokens += 1
             tracked.last_token = sampled
+            is_old = tracked.num_output_tokens >= params.min_tokens
+            tracked.has_ended = is_old and sampled in tracked.new.stop_ids
             if params.logprobs is not None:
                 sampled_logprobs = _rows([total], [sampled], _width(params.logprobs))
         return ChunkResult(chunk.request_id, rows, sampled, sampled_logprobs)

@@ -384,7 +384,7 @@ def test_no_parameter_loses_a_field_on_its_way_to_a_worker_and_through_an_evicti
     assert len(told) == 2
     for new in told:
         assert msgspec.structs.asdict(new.sampling_params) == msgspec.structs.asdict(params)
-        assert new.banned_until_min_tokens == (38, 39)
+        assert new.stop_ids == (38, 39)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -23,6 +23,7 @@ from scheduler.errors import (
     NumericalError,
     RequestTooLarge,
 )
+from scheduler.logprobs import Logprobs
 from scheduler.request import FinishReason
 from scheduler.sampling_params import SamplingParams
 from tests.sim.engine import SimEngine
@@ -63,6 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_journal=st.booleans(),
         save_segment_tokens=st.sampled_from([0, 4, 9]),
         max_steps_in_flight=st.integers(1, 3),
+        max_decode_steps=st.sampled_from([1, 2, 5]),
     )
     def start(
         self,
@@ -77,6 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_journal: bool,
         save_segment_tokens: int,
         max_steps_in_flight: int,
+        max_decode_steps: int,
     ) -> None:
         self.num_blocks = num_blocks
         self.engine = SimEngine(
@@ -94,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
                 enable_journal=enable_journal,
                 save_segment_tokens=save_segment_tokens,
                 max_steps_in_flight=max_steps_in_flight,
+                max_decode_steps=max_decode_steps,
             ),
             block_bytes=BLOCK_SIZE * 8,
             store_bytes=store_blocks * BLOCK_SIZE * 8,
@@ -316,8 +320,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert result.prompt_logprobs.same_bits(expected.rows)
         if expected.logprobs is not None:
             assert sum(part.num_rows for part in result.logprobs) == len(result.token_ids)
-            for row, part in enumerate(result.logprobs):
-                assert part.same_bits(expected.logprobs[row : row + 1])
+            assert not result.token_ids or Logprobs.concat(result.logprobs).same_bits(
+                expected.logprobs
+            )
 
 
 EngineMachine.TestCase.settings = settings(
