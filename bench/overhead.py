@@ -2,10 +2,9 @@
 
     python -m bench.overhead [--model NAME] [--repeats 3] [--workloads score,decode,decode1]
 
-An engine with one worker serves a workload. Then the same chunks are put together again, step by
-step as the workload implies them, for a `ModelRunner` in a process of its own, without Ray, messages
-or decisions in between: that is the bare loop. Both take turns, so that a change of the machine's
-speed meets both. Regimes:
+An engine with one worker serves a workload. The bare loop is a `ModelRunner` in a process of its
+own that is given the same chunks, put together beforehand: no Ray, no messages, no decisions. Both
+take turns, so that a change of the machine's speed meets both. Regimes:
 - `score`: prompts of 576 tokens with nothing in common, all prompt logprobs (k=1), steps of 512;
 - `decode`: 16 requests of 128 prompt tokens, 64 generated, greedy;
 - `decode1`: one such request, the least work there is to hide behind.

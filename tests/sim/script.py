@@ -87,25 +87,41 @@ class Script:
     def submit(self, name: str, num_tokens: int = 5, **more: Any) -> list[str]:
         return self.say(submitted(name, num_tokens, **more))
 
-    def computed(self, worker_id: str = "w0", token: int = TOKEN) -> list[str]:
+    def computed(
+        self, worker_id: str = "w0", token: int = TOKEN, compute_s: float = 0.0
+    ) -> list[str]:
         """The oldest step under way of a worker is done."""
-        return self.say(self.batch_done(worker_id, token))
+        return self.say(self.batch_done(worker_id, token, compute_s))
 
-    def batch_done(self, worker_id: str = "w0", token: int = TOKEN) -> BatchDone:
+    def batch_done(
+        self, worker_id: str = "w0", token: int = TOKEN, compute_s: float = 0.0
+    ) -> BatchDone:
         output = self._step(worker_id)
         results = [
             ChunkResult(
                 chunk.request_id,
                 rows=logprobs(len(chunk.row_target_ids), 1) if len(chunk.row_target_ids) else None,
                 sampled_token_id=token if chunk.sample else None,
+                sampled_logprobs=(
+                    logprobs(1 + chunk.max_more_tokens, 1)
+                    if chunk.sample and self._wants_logprobs(chunk.request_id)
+                    else None
+                ),
+                more_token_ids=(
+                    int_array([token] * chunk.max_more_tokens) if chunk.max_more_tokens else None
+                ),
             )
             for chunk in output.chunks
         ]
-        return BatchDone(worker_id, ModelRunnerOutput(output.step_id, results))
+        return BatchDone(worker_id, ModelRunnerOutput(output.step_id, results, compute_s))
 
     def batch_failed(self, worker_id: str = "w0") -> list[str]:
         step_id = self._step(worker_id).step_id
         return self.say(BatchFailed(worker_id, step_id, RequestFailed("boom").to_wire()))
+
+    def _wants_logprobs(self, name: str) -> bool:
+        request = self.state.request(name)
+        return request is not None and request.output_logprobs is not None
 
     def _step(self, worker_id: str) -> SchedulerOutput:
         return next(step.output for step in self.steps if step.worker_id == worker_id)
@@ -146,6 +162,7 @@ def words(action: AnyAction) -> str:
                 + (" last" if c.token_ids.tolist() == [LAST_SAMPLED] else "")
                 + (f" rows={len(c.row_target_ids)}" if len(c.row_target_ids) else "")
                 + (" sample" if c.sample else "")
+                + (f"+{c.max_more_tokens}" if c.max_more_tokens else "")
                 + (" new" if c.new else "")
                 for c in output.chunks
             ]

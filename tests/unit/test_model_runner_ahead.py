@@ -150,3 +150,87 @@ def failure(result: ChunkResult) -> str:
     error = from_wire(result.error)
     assert isinstance(error, InvalidRequest)
     return error.message
+
+
+# ------------------------------------------------------------------ several tokens in a step
+
+
+def grouped(chunk: Any, num_more: int) -> Any:
+    return msgspec.structs.replace(chunk, max_more_tokens=num_more)
+
+
+def take(request: Request, end: int, result: ChunkResult) -> None:
+    """Let a request take in what a chunk up to `end` and the decodes after it brought."""
+    assert result.error is None
+    rows = result.sampled_logprobs
+    tokens = [result.sampled_token_id, *result.more_token_ids.tolist()]
+    for i, token in enumerate(tokens):
+        request.advance(end + i, None if i else result.rows, token, rows[i : i + 1])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_tokens_that_a_worker_feeds_back_itself_change_no_bit(load: Any, dtype: str) -> None:
+    """After a prompt, and after a group that is not answered yet; beside one that takes fewer."""
+    expected = []
+    for seed in range(2):
+        own = driver(load(dtype))
+        alone = own.request(prompt(40, seed), SamplingParams(**PARAMS), f"r{seed}")
+        expected.append(bits(own.finish(alone, [40])))
+    own = driver(load(dtype))
+    a, b = (own.request(prompt(40, i), SamplingParams(**PARAMS), f"r{i}") for i in range(2))
+    for request in (a, b):
+        own.tables[request.request_id] = []
+    first = own.run([grouped(long_chunk(own, a, 43), 3), grouped(long_chunk(own, b, 40), 0)])
+    second = own.run([grouped(ahead(own, a, 43), 2), grouped(ahead(own, b, 40), 5)])
+    take(a, 40, first[0])
+    assert first[1].more_token_ids is None
+    b.advance(40, first[1].rows, first[1].sampled_token_id, first[1].sampled_logprobs)
+    take(a, 44, second[0])
+    take(b, 41, second[1])
+    assert [bits(a), bits(b)] == expected
+
+
+def long_chunk(own: RunnerDriver, request: Request, end: int) -> Any:
+    """The whole prompt, with blocks up to `end`."""
+    whole = own.chunk(request, 0, 40)
+    while len(own.tables[request.request_id]) * own.info.block_size < 48:
+        own.tables[request.request_id].append(own.free.pop())
+    table = own.tables[request.request_id]
+    return msgspec.structs.replace(whole, new_block_ids=int_array(table))
+
+
+@pytest.mark.parametrize("min_tokens", [0, 4])
+def test_a_group_ends_at_a_stop_token_and_what_was_sent_after_it_is_not_computed(
+    load: Any, min_tokens: int
+) -> None:
+    free = {**PARAMS, "max_tokens": 7, "min_tokens": 0}
+    own = driver(load("bf16"))
+    calm = own.finish(own.request(prompt(40), SamplingParams(**free)), [40])
+    stop = calm.output_token_ids[2]
+    params = SamplingParams(**{**free, "min_tokens": min_tokens, "stop_token_ids": (stop,)})
+    expected = RunnerDriver(ModelRunner(load("bf16"), num_blocks=60))
+    alone = expected.request(prompt(40), params)
+    start = 0
+    while not alone.output_token_ids or alone.output_token_ids[-1] != stop:
+        if len(alone.output_token_ids) == 7:
+            break
+        expected.step([(alone, start, alone.num_tokens)])
+        start = alone.num_tokens - 1
+    request = own.request(prompt(40), params)
+    own.tables[request.request_id] = []
+    [result] = own.run([grouped(long_chunk(own, request, 46), 6)])
+    take(request, 40, result)
+    assert request.output_token_ids == alone.output_token_ids
+    if min_tokens == 0:
+        assert len(request.output_token_ids) == 3
+        before = own.runner.read_blocks(range(60)).tobytes()
+        [late] = own.run([ahead(own, request, 43)])
+        assert (late.error, late.sampled_token_id) == (None, None)
+        assert own.runner.read_blocks(range(60)).tobytes() == before
+
+
+def test_more_tokens_than_there_are_blocks_for_are_refused(load: Any) -> None:
+    own = driver(load("bf16"))
+    request = own.request(prompt(15), SamplingParams(**PARAMS))
+    [result] = own.run([grouped(own.chunk(request, 0, 15), 2)])
+    assert "blocks for every token" in failure(result)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from scheduler.actions import CopyBlocks, RecordProgress
+from scheduler.codec import int_array
 from scheduler.errors import InvariantViolation, NumericalError
 from scheduler.events import (
     BatchDone,
@@ -23,6 +25,7 @@ from scheduler.events import (
 from scheduler.messages import ChunkResult, ModelRunnerOutput
 from scheduler.request import RequestStatus
 from tests.sim.script import EOS, Script, submitted, worker_info
+from tests.strategies import logprobs
 
 
 def ahead(**config: Any) -> Script:
@@ -203,3 +206,107 @@ def test_the_journal_is_told_of_what_was_answered_only() -> None:
     script.computed()
     written = [a for a in script.actions if isinstance(a, RecordProgress)]
     assert [record.num_computed_tokens for record in written] == [8]
+
+
+# ------------------------------------------------------------------ several tokens in a step
+
+
+def grouped(**config: Any) -> Script:
+    """A core that has seen how long a decode takes: a millisecond."""
+    script = ahead(**{"max_decode_steps": 4, "max_steps_in_flight": 1, **config})
+    script.submit("a", 3, max_tokens=20, logprobs=1)
+    script.computed()
+    assert script.computed(compute_s=0.001)[-1] == "w0 runs a[4:5] sample+3"
+    return script
+
+
+def test_a_step_brings_several_tokens_where_all_decode_and_nobody_waits() -> None:
+    script = grouped()
+    assert script.computed(compute_s=0.004) == [
+        "tell a.0 tokens=[7, 7, 7, 7]",
+        "w0 runs a[8:9] sample+3",
+    ]
+    stats = script.state.stats()
+    assert (stats.num_generated_tokens, stats.num_recomputed_tokens) == (6, 0)
+    assert stats.num_computed_tokens == 8
+
+
+def test_a_group_is_sent_ahead_of_the_one_before_it() -> None:
+    script = ahead(max_decode_steps=3)
+    script.submit("a", 3, max_tokens=12)
+    assert script.computed()[-1] == "w0 runs a[4:5] last sample"
+    assert script.computed(compute_s=0.001)[-1] == "w0 runs a[5:6] last sample+2"
+    assert script.computed(compute_s=0.001) == [
+        "tell a.0 tokens=[7]",
+        "w0 runs a[8:9] last sample+2",
+    ]
+    assert script.computed(compute_s=0.003)[-1] == "w0 runs a[11:12] last sample+2"
+    assert script.computed() == ["tell a.0 tokens=[7, 7, 7]"], "all 12 are under way"
+    assert script.computed() == ["tell a.0 tokens=[7, 7, 7] length", "w0 runs forget a"]
+
+
+def test_nobody_is_asked_for_more_than_it_may_generate() -> None:
+    script = ahead(max_decode_steps=8, max_steps_in_flight=1)
+    script.say(submitted("a", 3, max_tokens=4), submitted("b", 3, max_tokens=9))
+    script.computed()
+    assert script.computed(compute_s=0.001)[-1] == "w0 runs a[4:5] sample+1, b[4:5] sample+6"
+
+
+def test_slow_tokens_come_one_by_one() -> None:
+    """A newcomer would have to wait for them."""
+    script = grouped()
+    assert script.computed(compute_s=4 * 0.03)[-1] == "w0 runs a[8:9] sample+2"
+    assert script.computed(compute_s=3 * 0.06)[-1] == "w0 runs a[11:12] sample"
+
+
+@pytest.mark.parametrize("who", ["waits", "computes its prompt"])
+def test_tokens_come_one_by_one_while_somebody_waits_or_a_prompt_is_computed(who: str) -> None:
+    script = grouped(max_num_seqs=1 if who == "waits" else 8)
+    script.submit("b", 20)
+    more = "" if who == "waits" else ", b[0:7] new"
+    assert script.computed(compute_s=0.001)[-1] == f"w0 runs a[8:9] sample{more}"
+
+
+def test_tokens_come_one_by_one_where_blocks_are_scarce() -> None:
+    script = ahead(num_blocks=5, max_decode_steps=4, max_steps_in_flight=1)
+    script.say(submitted("a", 3, max_tokens=9), submitted("b", 3, max_tokens=9))
+    script.computed()
+    assert script.computed(compute_s=0.001)[-1] == "w0 runs a[4:5] sample, b[4:5] sample"
+
+
+def test_a_stop_token_in_the_middle_of_a_group_ends_the_request_there() -> None:
+    script = grouped()
+    done = script.batch_done()
+    result = msgspec.structs.replace(
+        done.output.results[0],
+        more_token_ids=int_array([EOS]),
+        sampled_logprobs=logprobs(2, 1),
+    )
+    output = ModelRunnerOutput(done.output.step_id, [result])
+    assert script.say(BatchDone("w0", output)) == [
+        "tell a.0 tokens=[7, 99] stop",
+        "w0 runs forget a",
+    ]
+    assert script.state.stats().num_used_blocks == 0
+
+
+@pytest.mark.parametrize("num_more", [0, 2, 4])
+def test_a_worker_that_brings_too_few_tokens_or_too_many_fails_the_request(num_more: int) -> None:
+    script = grouped()
+    done = script.batch_done()
+    result = msgspec.structs.replace(
+        done.output.results[0],
+        more_token_ids=int_array([7] * num_more),
+        sampled_logprobs=logprobs(1 + num_more, 1),
+    )
+    told = script.say(BatchDone("w0", ModelRunnerOutput(done.output.step_id, [result])))
+    assert told[0] == f"tell a.0 tokens={[7] * (1 + num_more)} error RequestFailed"
+
+
+def test_the_journal_is_told_of_each_token_of_a_group() -> None:
+    script = grouped(enable_journal=True)
+    script.actions.clear()
+    script.computed()
+    written = [a for a in script.actions if isinstance(a, RecordProgress)]
+    assert [record.num_computed_tokens for record in written] == [5, 6, 7, 8]
+    assert [record.sampled_logprobs.num_rows for record in written] == [1] * 4
