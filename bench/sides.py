@@ -18,8 +18,8 @@ from bench.peers.process import PeerProcess, command_of
 from bench.peers.protocol import Job, Outcome
 from bench.processes import engine_pids
 from bench.workloads import OURS
-from cluster import Client, EngineConfig, SamplingParams
-from cluster.launch import engine_spec
+from cluster import Client, SamplingParams
+from cluster.launch import worker_variables
 from workers.model_store import resolve_model
 
 _START_TIMEOUT_S = 600.0
@@ -58,13 +58,6 @@ class Engine:
             key: self._client.info.settings[key]
             for key in ("dtype", "kv_cache_bytes", "max_num_batched_tokens", "block_size")
         }
-
-    def worker_variables(self) -> dict[str, str]:
-        """Return the environment variables that a worker gets from the launcher."""
-        settings: dict[str, Any] = dict(self._client.info.settings)
-        _, fleet = engine_spec(EngineConfig(**settings))
-        found: dict[str, str] = fleet.worker_options["runtime_env"]["env_vars"]
-        return found
 
     def run(self, job: Job) -> Outcome:
         """See `Side`."""
@@ -160,7 +153,7 @@ class PeerSide:
 
         Args:
             name: of `bench.peers.catalogue.PEERS`.
-            engine: whose limits it gets, and of `linear`, whose worker's variables.
+            engine: whose limits it gets.
             model: see `workers.model_store`.
             threads: to compute with.
             is_serving: whether it is to take prompts one by one.
@@ -176,7 +169,7 @@ class PeerSide:
         python = spec.python(show)
         variables, self._notes = spec.variables(python, threads)
         if name == "linear":
-            variables |= engine.worker_variables()
+            variables |= worker_variables(threads)
         self._process = PeerProcess(
             command_of(python, spec.module),
             variables,

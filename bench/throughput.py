@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from bench.throughput_report import draw, markdown, table
 from bench.workloads import QUICK, Sizes, workloads
 from workers.model_store import DEFAULT_MODEL, resolve_model
 
+_WIDTH = 160
+"""Of what is printed where there is no terminal to say."""
 _RESULTS = Path(__file__).parent / "results"
 
 
@@ -146,7 +149,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Parse arguments, run, and print a table and JSON lines."""
     arguments = _arguments()
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH)
     report, measured = run(
         arguments.model,
         arguments.peers,

@@ -9,7 +9,8 @@ import matplotlib
 from rich.table import Table
 
 from bench.measuring import Measured
-from bench.workloads import OURS
+from bench.peers.catalogue import PEERS
+from bench.workloads import OURS, RESULT
 
 matplotlib.use("Agg")
 
@@ -94,12 +95,9 @@ def draw(measured: list[Measured], path: Path) -> None:
 
 
 def _sides(measured: list[Measured]) -> list[str]:
-    """Return all sides that have a figure, ours first, then as they came."""
-    found = {OURS: None}
-    for each in measured:
-        for values in each.figures.values():
-            found |= dict.fromkeys(values)
-    return list(found)
+    """Return all sides that have a figure, ours first."""
+    found = {side for m in measured for values in m.figures.values() for side in values}
+    return [side for side in (OURS, *PEERS, RESULT) if side == OURS or side in found]
 
 
 def _rows(measured: list[Measured], sides: list[str]) -> list[list[str]]:

@@ -188,10 +188,10 @@ def workloads(sizes: Sizes, vocab_size: int) -> dict[str, Workload]:
 
 
 def paced(job: Job, span_s: float, seed: int) -> Job:
-    """Return a job whose prompts arrive as a Poisson process, all within about `span_s` seconds."""
-    gaps_s = np.random.default_rng(seed).exponential(1.0, len(job.prompts))
-    times = np.cumsum(gaps_s)
-    return dataclasses.replace(job, at_s=(times * (span_s / len(times))).tolist())
+    """Return a job whose prompts arrive as a Poisson process, the last one after `span_s` s."""
+    gaps = np.random.default_rng(seed).exponential(1.0, len(job.prompts))
+    times = np.cumsum(gaps)
+    return dataclasses.replace(job, at_s=(times * (span_s / times[-1])).tolist())
 
 
 def _long(sizes: Sizes) -> Workload:

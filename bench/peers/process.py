@@ -53,6 +53,8 @@ class PeerProcess:
             PeerUnavailable: it ended, said why it can't run, or took too long.
         """
         self._job_timeout_s = job_timeout_s
+        self._has_ended = False
+        self._is_hanging = False
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
             command,
@@ -106,7 +108,7 @@ class PeerProcess:
             with contextlib.suppress(OSError):
                 self._stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_TIMEOUT_S)
+                self._process.wait(0.0 if self._is_hanging else _END_TIMEOUT_S)
             self._signal(signal.SIGKILL)
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -121,14 +123,18 @@ class PeerProcess:
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
             self._answers.put(line)
+        self._has_ended = True
         self._answers.put(None)
 
     def _ask(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        if self._has_ended or self._is_hanging:
+            raise PeerUnavailable(f"it ended, or hangs: {self._tail()}")
         try:
             self._stdin.write(json.dumps(message) + "\n")
             self._stdin.flush()
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
+            self._is_hanging = True
             raise PeerUnavailable(f"no answer within {timeout_s:g} s: {self._tail()}") from None
         except BrokenPipeError:
             line = None
