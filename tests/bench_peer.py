@@ -1,6 +1,7 @@
 """A peer that needs no model: it answers at once, and fails, ends or hangs when it is told to.
 
-What it does with a job is the job's workload. Settings may tell it to start a child of its own.
+What it does with a job is the job's workload. Settings may tell it to start a child, out of reach
+of signals to its group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class BenchPeer:
             raise ValueError("no such model")
         self.about: dict[str, Any] = {"threads": settings.get("threads")}
         if settings.get("has_child"):
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            child = subprocess.Popen(
+                [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+            )
             self.about["child"] = child.pid
 
     def score(self, job: Job) -> Outcome:

@@ -1,7 +1,7 @@
 """A peer's process, as the benchmark sees it; see `bench.peers.protocol` for what is said.
 
-The process has a group of its own. Between its turns all of the group is suspended, so that what
-it does while idle (worker processes that poll, for one) costs the other sides nothing.
+Between its turns the process is suspended, with all that it has started, so that what these do
+while idle (workers that poll, for one) costs the other sides nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import queue
-import signal
 import subprocess
 import tempfile
 import threading
@@ -53,6 +52,8 @@ class PeerProcess:
             PeerUnavailable: it ended, said why it can't run, or took too long.
         """
         self._job_timeout_s = job_timeout_s
+        self._seen: set[psutil.Process] = set()
+        """All processes of the peer so far; those of one that has ended have other parents now."""
         self._has_ended = False
         self._is_hanging = False
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
@@ -89,36 +90,43 @@ class PeerProcess:
 
     def pids(self) -> dict[str, int]:
         """Return all processes of the peer: itself as "main", and what it has started."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
-        return {"main": self._process.pid} | {f"child-{c.pid}": c.pid for c in children}
+        main, *children = self._family()
+        return {"main": main.pid} | {f"child-{child.pid}": child.pid for child in children}
 
     def suspend(self) -> None:
-        """Stop the group; memory stays as it is."""
-        self._signal(signal.SIGSTOP)
+        """Stop all its processes; memory stays as it is."""
+        for process in self._family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def resume(self) -> None:
-        """Let the group go on."""
-        self._signal(signal.SIGCONT)
+        """Let its processes go on."""
+        for process in self._family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def close(self) -> None:
         """End the peer and everything that it has started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self._process.pid).children(recursive=True)
-            self.resume()
-            with contextlib.suppress(OSError):
-                self._stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.0 if self._is_hanging else _END_TIMEOUT_S)
-            self._signal(signal.SIGKILL)
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+        self.resume()
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.0 if self._is_hanging else _END_TIMEOUT_S)
+        for process in self._seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
         self._log.close()
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+    def _family(self) -> list[psutil.Process]:
+        """Return the peer's process and what it has started, as far as they are there."""
+        try:
+            main = psutil.Process(self._process.pid)
+            found = [main, *main.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            found = []
+        self._seen.update(found)
+        return found
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
