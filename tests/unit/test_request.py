@@ -315,7 +315,7 @@ def test_what_may_be_read_from_a_cache(
     while True:
         last = request.num_tokens - 1
         own = min(request.num_computed_tokens, last)
-        if skip or (skip is None and rows):
+        if skip:
             expected = ReadLimits(0, own)
         elif rows and request.num_computed_tokens < num_prompt_tokens - 1:
             expected = ReadLimits(own, own)

@@ -37,6 +37,8 @@ def test_the_defaults_are_vllms() -> None:
         "ignore_eos": False,
         "logprobs": None,
         "prompt_logprobs": None,
+        "prompt_logprobs_start": 0,
+        "prompt_logprob_token_ids": None,
         "skip_reading_prefix_cache": None,
         "detokenize": True,
         "skip_special_tokens": True,
@@ -148,15 +150,15 @@ def test_biases_are_clamped() -> None:
     ("prompt_logprobs", "flag", "skips"),
     [
         (None, None, False),
-        (0, None, True),
-        (-1, None, True),
+        (0, None, False),
+        (-1, None, False),
         (None, True, True),
         (None, False, False),
         (1, True, True),
         (1, False, False),
     ],
 )
-def test_the_cache_is_bypassed_by_default_where_prompt_logprobs_are_asked_for(
+def test_the_cache_is_bypassed_only_where_the_user_says_so(
     prompt_logprobs: int | None, flag: bool | None, skips: bool
 ) -> None:
     params = SamplingParams(prompt_logprobs=prompt_logprobs, skip_reading_prefix_cache=flag)
