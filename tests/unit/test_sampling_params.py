@@ -51,6 +51,17 @@ def test_a_number_of_logprobs_that_is_allowed(name: str, k: int | None) -> None:
     assert getattr(SamplingParams(**{name: k}), name) == k
 
 
+@pytest.mark.parametrize("k", [None, 0])
+def test_token_ids_for_prompt_rows_ask_for_rows_by_themselves(k: int | None) -> None:
+    params = SamplingParams(prompt_logprobs=k, prompt_logprob_token_ids=[5, 3])  # type: ignore[arg-type]
+    assert params.prompt_logprob_token_ids == (5, 3)
+    assert (params.prompt_logprobs, params.num_prompt_logprobs) == (0, 2)
+    assert decode(encode(params), SamplingParams) == params
+    bare = params.without_prompt_logprobs()
+    assert bare == SamplingParams()
+    assert bare.num_prompt_logprobs is None
+
+
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("k", [-2, True, False, 1.5, 1.0, "1", [1], 2**31, 2**70])
 def test_a_number_of_logprobs_that_is_refused(name: str, k: Any) -> None:
@@ -71,6 +82,8 @@ REFUSED = [
     *[("presence_penalty", bad) for bad in (-2.1, 2.1, math.nan, -(10**400))],
     *[("frequency_penalty", bad) for bad in (-2.1, 2.1, math.nan)],
     *[("repetition_penalty", bad) for bad in (0, -1.0, math.inf, math.nan, 10**400)],
+    *[("prompt_logprobs_start", bad) for bad in (-1, 1.0, None, True, 2**31)],
+    *[("prompt_logprob_token_ids", bad) for bad in ([], [-1], [1, 1], [True], "12", 5, [2**31])],
     *[("seed", bad) for bad in (-1, 2**63, 1.0, True, "7")],
     *[("stop", bad) for bad in ("", ["a", ""], [1], 5, b"x", ["\ud800"])],
     *[("stop_token_ids", bad) for bad in ([-1], [1.0], ["1"], [True], 5, 0, False, "12", [2**64])],
@@ -105,6 +118,10 @@ def test_values_that_can_not_go_together_are_refused() -> None:
         SamplingParams(max_tokens=3, min_tokens=4)
     with pytest.raises(InvalidRequest, match="detokenize"):
         SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs_start"):
+        SamplingParams(prompt_logprobs_start=3)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs=1"):
+        SamplingParams(prompt_logprobs=1, prompt_logprob_token_ids=[3])
     assert SamplingParams(max_tokens=None, min_tokens=4).min_tokens == 4
     assert SamplingParams(max_tokens=3, min_tokens=3).min_tokens == 3
 
