@@ -53,6 +53,8 @@ class ScoringParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         prefix: object = self.prefix_token_id
         if prefix is not None and (type(prefix) is not int or prefix < 0):
             refuse("prefix_token_id", prefix, "a token id, or None")
+        # What is passed on is checked where it goes.
+        self.sampling_params(1)
 
     @property
     def num_logprobs(self) -> int:
