@@ -26,6 +26,7 @@ from scheduler.messages import OutputDelta, Submission
 from scheduler.outputs import (
     CompletionDelta,
     CompletionOutput,
+    DecodeToken,
     PromptLogprobsView,
     RequestOutput,
     SampleLogprobsView,
@@ -222,12 +223,16 @@ class RequestHandle:
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self.submission.prompt_token_ids.tolist(),
-            prompt_logprobs=PromptLogprobsView(rows, decode) if rows is not None else None,
+            prompt_logprobs=self._prompt_view(rows, decode) if rows is not None else None,
             outputs=[completion.output(decode) for completion in self._completions],
             finished=True,
             num_cached_tokens=self._stats.num_cached_tokens if self._stats else None,
             stats=self._stats,
         )
+
+    def _prompt_view(self, rows: Logprobs, decode: DecodeToken | None) -> PromptLogprobsView:
+        start = self.submission.sampling_params.prompt_logprobs_start
+        return PromptLogprobsView(rows, decode, max(start, 1))
 
     def _next_delta(self, cursors: list[_Cursor]) -> CompletionDelta | None:
         """Return what is visible past the cursors, and move them; None where nothing is.
@@ -254,7 +259,7 @@ class RequestHandle:
                 text=text,
                 token_ids=token_ids,
                 logprobs=SampleLogprobsView(logprobs, decode) if logprobs is not None else None,
-                prompt_logprobs=PromptLogprobsView(rows, decode) if rows and has_rows else None,
+                prompt_logprobs=self._prompt_view(rows, decode) if rows and has_rows else None,
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
             )

@@ -25,7 +25,8 @@ class NewRequest(msgspec.Struct, frozen=True, eq=False):
     seed: int
     num_prompt_tokens: int
     num_prompt_logprobs: int | None
-    """k of the prompt rows, -1 for all of the vocabulary, None for no rows."""
+    """Columns of a prompt row beside the actual token's, -1 for all of the vocabulary, None for no
+    rows; `sampling_params` say which ones."""
     banned_until_min_tokens: tuple[int, ...]
     """Stop ids that can't be sampled before `min_tokens` tokens are generated."""
     num_output_tokens: int

@@ -160,7 +160,6 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     request = live.request
     start, end = chunk.start, chunk.start + len(chunk.token_ids)
     num_computed = request.num_computed_tokens
-    num_held = request.num_prompt_rows_at(num_computed)
     core.stats.num_computed_tokens += end - start
     if result.error is not None:
         finish(core, live, FinishReason.ERROR, error=from_wire(result.error))
@@ -170,7 +169,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     except InvariantViolation as error:
         finish(core, live, FinishReason.ERROR, error=RequestFailed(error.message))
         return
-    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_held)
+    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_computed)
     again = max(min(end, num_computed) - start, 0)
     request.stats.num_recomputed_tokens += again
     core.stats.num_recomputed_tokens += again
@@ -205,7 +204,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
         advance_migration(core, live)
 
 
-def _num_rows_again(chunk: Chunk, num_held: int) -> int:
+def _num_rows_again(chunk: Chunk, num_computed: int) -> int:
     """Rows that a chunk was asked for although the request held them: none, if all is right."""
     end = chunk.first_row_position + len(chunk.row_target_ids)
-    return max(min(end, num_held) - chunk.first_row_position, 0)
+    return max(min(end, num_computed) - chunk.first_row_position, 0)

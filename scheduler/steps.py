@@ -22,7 +22,7 @@ def make_chunk(live: LiveRequest, end: int) -> Chunk:
         token_ids=int_array(request.token_ids(start, end)),
         new_block_ids=int_array(live.block_ids[live.num_sent_blocks :]),
         row_target_ids=int_array(request.row_target_ids(start, end)),
-        first_row_position=max(start, request.num_computed_tokens),
+        first_row_position=request.row_position(start),
         sample=end == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
         new=None if live.is_known_to_worker else _new_request(live),
     )
@@ -36,7 +36,7 @@ def _new_request(live: LiveRequest) -> NewRequest:
         sampling_params=params,
         seed=request.seed,
         num_prompt_tokens=request.num_prompt_tokens,
-        num_prompt_logprobs=params.prompt_logprobs,
+        num_prompt_logprobs=params.num_prompt_logprobs,
         banned_until_min_tokens=stop_ids(request) if params.min_tokens else (),
         num_output_tokens=len(request.output_token_ids),
         history=int_array(history),

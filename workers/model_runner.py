@@ -35,7 +35,7 @@ from workers.attention import AttentionBatch, use_batch
 from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
 from workers.loader import LoadedModel
-from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows
+from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows, select_token_rows
 from workers.sampler import Draw, TokenCounts, sample
 
 _LOGITS_BUDGET_BYTES = 96 * 2**20
@@ -102,7 +102,9 @@ class _RowsDue:
 
     work: _Work
     num_logprobs: int
-    """k"""
+    """Columns beside the actual token's."""
+    token_ids: tuple[int, ...] | None
+    """What those columns hold; None for the most likely tokens."""
     hidden_rows: IntArray
     """Rows of the flattened batch."""
     targets: IntArray
@@ -268,9 +270,10 @@ class ModelRunner:
                 first = work.span.first_row + work.chunk.first_row_position - work.span.start
                 targets = work.chunk.row_target_ids
                 hidden_rows = first + np.arange(len(targets), dtype=np.int32)
-                due.append(_RowsDue(work, k, hidden_rows, targets))
-        # Rows of equal width are then neighbours, and are selected together.
-        due.sort(key=lambda rows: rows.num_logprobs)
+                token_ids = work.tracked.new.sampling_params.prompt_logprob_token_ids
+                due.append(_RowsDue(work, k, token_ids, hidden_rows, targets))
+        # Rows with the same columns are then neighbours, and are selected together.
+        due.sort(key=_columns)
         for piece in _slices(due, self._rows_per_slice):
             logits = self._logits(hidden, np.concatenate([rows.hidden_rows for rows in piece]))
             logprobs = log_softmax(logits)
@@ -283,13 +286,16 @@ class ModelRunner:
         """Yield the rows of each request in a slice, failing those that met NaN."""
         first = 0
         spoilt = has_nan(logprobs).cpu().numpy()
-        for k, group in itertools.groupby(piece, key=lambda rows: rows.num_logprobs):
+        for _, group in itertools.groupby(piece, key=_columns):
             members = list(group)
             targets = np.concatenate([rows.targets for rows in members]).astype(np.int64)
             end = first + len(targets)
-            found = select_rows(
-                logprobs[first:end], torch.from_numpy(targets).to(logprobs.device), k
-            ).to_host()
+            actual = torch.from_numpy(targets).to(logprobs.device)
+            k, token_ids = members[0].num_logprobs, members[0].token_ids
+            if token_ids is None:
+                found = select_rows(logprobs[first:end], actual, k).to_host()
+            else:
+                found = select_token_rows(logprobs[first:end], actual, token_ids).to_host()
             offset = 0
             for rows in members:
                 own = slice(offset, offset + len(rows.targets))
@@ -344,6 +350,10 @@ class ModelRunner:
             found = select_rows(logprobs.index_select(0, index), targets, k).to_host()
             for i, (_, work, _) in enumerate(members):
                 work.sampled_logprobs = found[i : i + 1]
+
+
+def _columns(rows: _RowsDue) -> tuple[int, tuple[int, ...]]:
+    return (rows.num_logprobs, rows.token_ids or ())
 
 
 def _within(ids: IntArray, limit: int) -> bool:

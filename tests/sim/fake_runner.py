@@ -38,17 +38,22 @@ def _mix(parent: int, token: int) -> int:
     return value ^ (value >> 29)
 
 
-def _row(total: int, actual: int, k: int) -> tuple[list[int], list[float], list[int]]:
+def _row(
+    total: int, actual: int, k: int, asked: Sequence[int] | None
+) -> tuple[list[int], list[float], list[int]]:
     """Return (token ids, logprobs, ranks) of a made-up but honest distribution."""
     shift = total % VOCAB_SIZE
-    tokens = [actual, *((place - shift) % VOCAB_SIZE for place in range(k))]
+    likely = [(place - shift) % VOCAB_SIZE for place in range(k)]
+    tokens = [actual, *(likely if asked is None else asked)]
     places = [(token + shift) % VOCAB_SIZE for token in tokens]
     logprobs = [float(np.float32(-0.25 * p - (total % 997) / 1000)) for p in places]
     return tokens, logprobs, [p + 1 for p in places]
 
 
-def _rows(totals: Sequence[int], actuals: Sequence[int], k: int) -> Logprobs:
-    rows = [_row(total, actual, k) for total, actual in zip(totals, actuals, strict=True)]
+def _rows(
+    totals: Sequence[int], actuals: Sequence[int], k: int, asked: Sequence[int] | None = None
+) -> Logprobs:
+    rows = [_row(total, actual, k, asked) for total, actual in zip(totals, actuals, strict=True)]
     return Logprobs(
         int_array([r[0] for r in rows]).reshape(len(rows), k + 1),
         np.asarray([r[1] for r in rows], np.float32).reshape(len(rows), k + 1),
@@ -147,7 +152,8 @@ class FakeRunner:
                 chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids)
             )
             k = _width(tracked.new.num_prompt_logprobs)
-            rows = _rows([int(totals[p]) for p in at], chunk.row_target_ids.tolist(), k)
+            asked = params.prompt_logprob_token_ids
+            rows = _rows([int(totals[p]) for p in at], chunk.row_target_ids.tolist(), k, asked)
         if chunk.sample:
             total = int(totals[end - 1])
             young = tracked.num_output_tokens < params.min_tokens
@@ -183,8 +189,10 @@ def expected_output(
         total = (total + parent) & MASK
         totals.append(total)
     rows = None
-    if params.prompt_logprobs is not None:
-        rows = _rows(totals[:-1], tokens[1:], _width(params.prompt_logprobs))
+    if params.num_prompt_logprobs is not None:
+        first = max(params.prompt_logprobs_start, 1)
+        k, asked = _width(params.num_prompt_logprobs), params.prompt_logprob_token_ids
+        rows = _rows(totals[first - 1 : -1], tokens[first:], k, asked)
     output: list[int] = []
     output_totals = []
     reason = FinishReason.LENGTH

@@ -7,7 +7,7 @@ which was alone on one worker, cold, in one chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from scheduler.actions import RunBatch
 from scheduler.config import SchedulerConfig
+from scheduler.logprobs import Logprobs
 from scheduler.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.sim.engine import SimEngine
@@ -203,6 +204,53 @@ def test_an_eviction_after_every_possible_chunk_changes_no_bit(
         evicted_after(engine, count)
         assert bits(engine, "a") == right(kind, dtype)
         assert engine.result("a").stats.num_evictions == (count < total - 1)
+
+
+ASKED = (7, 0, 299)
+
+
+@each_model
+@pytest.mark.parametrize("start", [1, 64, 65, 100, 144, 145])
+def test_rows_where_asked_are_those_of_a_full_run_after_evictions_and_cache_hits(
+    load: Load, right, kind: str, dtype: str, start: int
+) -> None:
+    """The prefix comes from the cache; the rows after it are the same, bit for bit."""
+    model = load(kind, dtype)
+    full = real_engine(model, chunk=4096)
+    submit(full, "k", prompt_logprobs=-1)
+    full.run()
+    rows = full.result("k").prompt_logprobs
+    for asked in ({"prompt_logprobs": 3}, {"prompt_logprob_token_ids": ASKED}):
+        engine = real_engine(model, 2, chunk=40, save_segment_tokens=32)
+        submit(engine, "warm", max_tokens=1, prompt_logprobs=None)
+        engine.run()
+        submit(engine, "a", **{"prompt_logprobs": None, "prompt_logprobs_start": start, **asked})
+        while engine.live:
+            engine.step()
+            engine.evict("a")
+        result = engine.result("a")
+        assert result.stats.num_evictions > 0
+        assert result.stats.num_cached_tokens >= (start - 1) // BLOCK_SIZE * BLOCK_SIZE
+        found = result.prompt_logprobs
+        assert found.num_rows == LENGTH - start
+        if start <= 144 and "prompt_logprobs" in asked:
+            assert found.same_bits(columns(rows[start - 1 :], range(4)))
+        elif start <= 144:
+            assert found.same_bits(of_tokens(rows[start - 1 :], ASKED))
+
+
+def columns(rows: Logprobs, which: Iterable[int]) -> Logprobs:
+    index = list(which)
+    return Logprobs(rows.token_ids[:, index], rows.logprobs[:, index], rows.ranks[:, index])
+
+
+def of_tokens(rows: Logprobs, token_ids: Sequence[int]) -> Logprobs:
+    """What rows over the whole vocabulary say of some tokens, the actual one first."""
+    parts = []
+    for i in range(rows.num_rows):
+        places = {token: place for place, token in enumerate(rows.token_ids[i].tolist())}
+        parts.append(columns(rows[i : i + 1], [0, *(places[token] for token in token_ids)]))
+    return Logprobs.concat(parts)
 
 
 @each_model

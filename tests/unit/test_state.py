@@ -140,7 +140,7 @@ def test_a_store_that_promises_more_than_was_asked_for_is_not_believed() -> None
 def test_an_evicted_request_saves_its_full_blocks_and_reads_only_its_own_back() -> None:
     """Evicted between chunks: no row is asked for twice, less than one block is recomputed."""
     script = Script()
-    script.submit("a", 17, prompt_logprobs=1)
+    script.submit("a", 17, prompt_logprobs=1, skip_reading_prefix_cache=True)
     assert script.say(EvictRequested("a")) == [], "a chunk is under way"
     assert script.computed() == ["save 2 of a owned replace"]
     assert script.status("a") is RequestStatus.SAVING
@@ -158,7 +158,7 @@ def test_an_evicted_request_saves_its_full_blocks_and_reads_only_its_own_back() 
 
 def test_a_save_that_fails_costs_kv_and_no_row() -> None:
     script = Script()
-    script.submit("a", 17, prompt_logprobs=1)
+    script.submit("a", 17, prompt_logprobs=1, skip_reading_prefix_cache=True)
     script.say(EvictRequested("a"))
     script.computed()
     script.say(SaveFailed(script.last(SaveBlocks).op_id, "disk full"))
@@ -324,7 +324,7 @@ def test_an_answer_that_lacks_something_fails_its_request_and_not_the_engine(fau
 
 def test_a_lost_worker_costs_kv_and_no_row() -> None:
     script = Script(num_workers=2)
-    script.submit("a", 17, prompt_logprobs=1)
+    script.submit("a", 17, prompt_logprobs=1, skip_reading_prefix_cache=True)
     script.computed()
     assert script.say(WorkerLost("w0", "killed")) == ["look up 2 for a: shared 0, own 8, skip"]
     assert script.say(LookupDone(script.last(LookupBlocks).op_id, 0)) == [
@@ -513,7 +513,7 @@ def test_a_draining_worker_waits_for_the_copies_that_write_into_it() -> None:
 def test_a_long_prompt_is_saved_in_segments_while_it_is_computed() -> None:
     """Each save begins when a segment is there and the one before it is done."""
     script = Script(save_segment_tokens=8)
-    script.submit("a", 33, prompt_logprobs=1)
+    script.submit("a", 33, prompt_logprobs=1, skip_reading_prefix_cache=True)
     assert script.computed() == ["save 2 of a owned replace", "w0 runs a[8:16] rows=8"]
     assert script.computed() == ["w0 runs a[16:24] rows=8"], "the first one is under way"
     assert script.say(SaveDone(script.last(SaveBlocks).op_id, 2, 2)) == []
@@ -532,7 +532,7 @@ def test_a_long_prompt_is_saved_in_segments_while_it_is_computed() -> None:
 def test_a_save_answered_by_a_store_that_is_gone_counts_for_nothing() -> None:
     """The answer was on its way when the store died: what it speaks of is not there any more."""
     script = Script(save_segment_tokens=8)
-    script.submit("a", 49, prompt_logprobs=1)
+    script.submit("a", 49, prompt_logprobs=1, skip_reading_prefix_cache=True)
     script.computed()
     script.say(SaveDone(script.last(SaveBlocks).op_id, 2, 2))
     script.computed()
