@@ -274,7 +274,7 @@ def _score(
     if output.prompt_logprobs is None:
         return RequestFailed("it was cancelled before it was scored")
     return score_of(
-        output.prompt_logprobs.arrays[-place.num_tokens :],
+        output.prompt_logprobs.arrays,
         params,
         decode,
         num_context_tokens=place.num_context_tokens,

@@ -65,6 +65,7 @@ class ScoringParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Return the parameters of the request that brings the rows."""
         return SamplingParams(
             prompt_logprobs=self.num_logprobs,
+            prompt_logprobs_start=num_context_tokens,
             max_tokens=0,
             detokenize=False,
             skip_reading_prefix_cache=self.skip_reading_prefix_cache,
