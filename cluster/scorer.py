@@ -96,7 +96,7 @@ class Scorer(ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[Score]: ...
+    ) -> Generator[Score, None, None]: ...
     @overload
     def score_many(
         self,
@@ -108,7 +108,7 @@ class Scorer(ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[Score | HaversackError]: ...
+    ) -> Generator[Score | HaversackError, None, None]: ...
     def score_many(
         self,
         pairs: Iterable[tuple[Scorable, Scorable]],
@@ -119,7 +119,7 @@ class Scorer(ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """Score any number of continuations, and yield the results as they come.
 
         Pairs are read, and results held, no further ahead than keeps the engine busy, so both may
@@ -188,7 +188,7 @@ class Scorer(ABC):
 
     def _each(
         self, scores: Generator[tuple[int, Score | HaversackError], None, None], on_error: str
-    ) -> Iterator[Score | HaversackError]:
+    ) -> Generator[Score | HaversackError, None, None]:
         with closing(scores):
             for index, score in scores:
                 if isinstance(score, EngineUnavailable):

@@ -328,7 +328,7 @@ def test_one_that_fails_on_its_way_is_told_in_its_place(
         assert isinstance(next(results), Score)
     by_token = {int(s.prompt_token_ids[-1]): s.request_id for s in engine.seen}
     engine.tell("cancel", [by_token[9]])
-    client._connection._ledger.handle(by_token[8]).fail(NumericalError("NaN"))  # type: ignore[union-attr]
+    client._connection._ledger.handle(by_token[8]).fail(NumericalError("NaN"))
     kinds = [type(result) for result in results]
     assert kinds == [NumericalError, RequestFailed, *[Score] * 4]
 
@@ -349,7 +349,7 @@ def test_whoever_stops_early_leaves_nothing_running(
             yield from [([3], [2])] * WINDOW
             raise KeyError("the file ends")
 
-    with closing(client.score_many(read(), ordered=how == "bad pair")) as scores:  # type: ignore[type-var]
+    with closing(client.score_many(read(), ordered=how == "bad pair")) as scores:
         assert next(scores).num_tokens == 1
         if how == "bad pair":
             with pytest.raises(InvalidRequest):
@@ -432,7 +432,7 @@ def test_a_document_is_scored_window_by_window(client: ScoringClient, engine: En
     assert engine.seen[-1].prompt_token_ids.tolist() == [BOS, *document]
     for size in (1, True, "5", client._connection.info.limits.max_model_len + 1):
         with pytest.raises(InvalidRequest):
-            client.score_rolling(document, max_window_tokens=size)  # type: ignore[arg-type]
+            client.score_rolling(document, max_window_tokens=size)
     with pytest.raises(InvalidRequest):
         client.score_rolling([])
 
