@@ -31,6 +31,7 @@ def check_invariants(core: Core) -> None:
             or (for_whom.migration is not None and for_whom.migration.op_id == op.op_id),
             f"op {op.op_id}: unknown to whom it is for",
         )
+    core.row_cache.validate()
     waiting = [r for r in core.requests.values() if r.status is RequestStatus.WAITING]
     _require(core.num_waiting == len(waiting), "the queue's length is miscounted")
     _require(

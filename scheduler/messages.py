@@ -40,7 +40,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     request_id: str
     start: int
-    """Position of the first token; KV of every earlier position is in the block table."""
+    """Position of the first token; KV of every earlier position is in the blocks."""
     token_ids: IntArray
     """int32 [tokens]"""
     new_block_ids: IntArray
@@ -53,6 +53,9 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     """Whether to sample the token after the chunk's last one."""
     new: NewRequest | None = None
     """Present in the first chunk of a request on this worker."""
+    first_new_position: int = 0
+    """KV of earlier positions is in the blocks, which others may share: tokens of the chunk before
+    it are computed for their rows and samples only, and their KV is not touched."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, eq=False):
@@ -235,6 +238,11 @@ class SchedulerStats(msgspec.Struct):
     num_store_hit_tokens: int = 0
     num_cache_bypasses: int = 0
     """Admissions that could read no shared block."""
+    num_row_cache_hit_rows: int = 0
+    """Prompt rows that the row cache supplied."""
+    num_row_cache_blocks: int = 0
+    """Blocks whose rows it holds now, once for each kind of rows."""
+    num_row_cache_bytes: int = 0
     num_saved_blocks: int = 0
     """Blocks that the store holds after saves, already present ones included."""
     num_copied_blocks: int = 0

@@ -15,7 +15,7 @@ from scheduler.errors import InvalidRequest, RequestTooLarge
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import LogprobRows
 from scheduler.messages import SchedulerStats, Submission
-from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.request import FinishReason, ReadLimits, Request, RequestStatus
 from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
 from scheduler.submissions import make_requests
 
@@ -244,9 +244,15 @@ def choose_worker(
     return best[1] if best else None
 
 
+def read_limits(live: LiveRequest) -> ReadLimits:
+    """How much caches may supply to the request, given the rows that it can have."""
+    num_row_tokens = live.num_row_blocks * live.block_size
+    return live.request.num_readable_tokens(live.block_size, num_row_tokens)
+
+
 def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
     """Ids of the leading blocks that the worker's prefix cache may supply to the request."""
-    limit = live.request.num_readable_tokens.shared
+    limit = read_limits(live).shared
     return worker.pool.lookup(
         live.block_hashes(limit // worker.pool.block_size),
         num_readable_tokens=limit,
@@ -438,12 +444,12 @@ def choose_suspects(running: Sequence[LiveRequest]) -> list[LiveRequest]:
 def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> int:
     """Position before which the request's next chunk ends, within the budgets of the step."""
     request = live.request
-    end = min(live.num_kv_tokens + token_budget, request.num_tokens)
+    end = min(live.next_position + token_budget, request.num_tokens)
     k = request.sampling_params.num_prompt_logprobs
     if k is None or not request.num_rows_missing:
         return end
     max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
-    return min(end, request.row_position(live.num_kv_tokens) + max_rows)
+    return min(end, request.row_position(live.next_position) + max_rows)
 
 
 def end_of(request: Request) -> tuple[FinishReason, int | None] | None:

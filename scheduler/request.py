@@ -144,21 +144,35 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
         """First prompt index whose row is asked for; index 0 has none."""
         return max(self.sampling_params.prompt_logprobs_start, 1)
 
-    @property
-    def num_readable_tokens(self) -> ReadLimits:
-        """How much a cache may supply: never a position whose row is still missing.
+    def first_due_position(self, num_row_tokens: int = 0) -> int:
+        """First position that has to be computed, for a missing row or else for its logits.
 
-        The request can always read its own progress back. Another's blocks carry KV but no rows,
-        so they serve positions whose rows are held or not wanted, and none at all where the
-        request skips reading. One token is always left to compute, for its logits.
+        Args:
+            num_row_tokens: leading prompt indices whose rows can be had without computing them.
         """
-        last = self.num_tokens - 1
-        own = min(self.num_computed_tokens, last)
+        if self.num_rows_missing:
+            position = max(self.row_position(0), num_row_tokens - 1)
+            if position < self.num_prompt_tokens - 1:
+                return position
+        return self.num_tokens - 1
+
+    def num_readable_tokens(self, block_size: int, num_row_tokens: int = 0) -> ReadLimits:
+        """How much KV a cache may supply: a hit must supply all that is needed of its positions.
+
+        The request can always read its own progress back. Another's KV serves it up to the first
+        position that is due, and to the end of the block that this position lies in: the due ones
+        in there are computed again without touching their KV. It serves none at all where the
+        request skips reading.
+
+        Args:
+            block_size: tokens per block; the limit on others' KV is a multiple of it.
+            num_row_tokens: leading prompt indices whose rows come with the KV.
+        """
+        own = min(self.num_computed_tokens, self.num_tokens - 1)
         if self.sampling_params.skips_reading_prefix_cache:
             return ReadLimits(0, own)
-        if self.num_rows_missing:
-            return ReadLimits(self.row_position(own), own)
-        return ReadLimits(last, own)
+        num_blocks = -(-self.first_due_position(num_row_tokens) // block_size)
+        return ReadLimits(min(num_blocks, self.num_tokens // block_size) * block_size, own)
 
     def num_prompt_rows_at(self, num_computed_tokens: int) -> int:
         """Prompt rows that are held once so many tokens are computed.

@@ -14,6 +14,7 @@ from scheduler.messages import Chunk, ChunkResult, SchedulerOutput
 from scheduler.migration import advance_migration
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.residency import evict, register_full_blocks, save_progress
+from scheduler.row_reuse import keep_rows
 from scheduler.steps import make_chunk
 
 _MAX_LONE_DEATHS = 5
@@ -39,7 +40,7 @@ def start_step(core: Core, worker: WorkerView) -> None:
         end = policy.chunk_end(live, budget, core.config)
         if not _has_blocks(core, live, end):
             continue
-        budget -= end - live.num_kv_tokens
+        budget -= end - live.next_position
         chunk = make_chunk(live, end)
         live.in_flight = chunk
         live.is_known_to_worker = True
@@ -190,8 +191,9 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
         live.batch_limit = None
         live.num_lone_deaths = 0
         live.has_progressed_here = True
-    live.num_kv_tokens = end
+    live.num_kv_tokens = max(live.num_kv_tokens, end)
     register_full_blocks(live)
+    keep_rows(core, live, num_computed)
     ended = policy.end_of(request)
     if ended is not None:
         finish(core, live, ended[0], stop_reason=ended[1])

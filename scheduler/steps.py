@@ -13,9 +13,9 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 def make_chunk(live: LiveRequest, end: int) -> Chunk:
-    """Return the message for the chunk from the request's resident KV up to `end`."""
+    """Return the message for the request's next chunk, up to `end`."""
     request = live.request
-    start = live.num_kv_tokens
+    start = live.next_position
     return Chunk(
         request_id=request.request_id,
         start=start,
@@ -25,6 +25,7 @@ def make_chunk(live: LiveRequest, end: int) -> Chunk:
         first_row_position=request.row_position(start),
         sample=end == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
         new=None if live.is_known_to_worker else _new_request(live),
+        first_new_position=live.num_kv_tokens,
     )
 
 

@@ -193,7 +193,7 @@ class ModelRunner:
         if tracked is None:
             raise InvalidRequest(f"request {chunk.request_id!r} is not known to this worker")
         table = np.concatenate([tracked.block_table, chunk.new_block_ids])
-        span = Span(first_row, chunk.start, len(chunk.token_ids), table)
+        span = Span(first_row, chunk.start, len(chunk.token_ids), table, chunk.first_new_position)
         vocab, cache = self._model.vocab_size, self._cache
         rows = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
         checks = {

@@ -158,11 +158,9 @@ def test_batch_mates_and_workers_change_no_bit(
 def test_cold_then_worker_hit_then_store_hit_change_no_bit(
     load: Load, right, kind: str, dtype: str
 ) -> None:
-    """With rows, though the cache may be read, and without, where it is."""
+    """With rows, which come from the cache too, and without."""
     for wants_rows in (True, False):
-        params: dict[str, Any] = {"skip_reading_prefix_cache": False}
-        if not wants_rows:
-            params["prompt_logprobs"] = None
+        params: dict[str, Any] = {} if wants_rows else {"prompt_logprobs": None}
         engine = real_engine(load(kind, dtype), num_blocks=24, chunk=100)
         answers = []
         for name in ("cold", "worker", "store"):
@@ -174,12 +172,12 @@ def test_cold_then_worker_hit_then_store_hit_change_no_bit(
             answers.append(engine.result(name).bits())
         assert answers[0] == answers[1] == answers[2]
         cached = [engine.result(n).stats.num_cached_tokens for n in ("cold", "worker", "store")]
+        assert engine.result("store").stats.num_restored_blocks == LENGTH // BLOCK_SIZE
         if wants_rows:
             assert bits(engine, "store") == right(kind, dtype)
-            assert cached == [0, 0, 0]
+            assert cached == [0, LENGTH - 2, LENGTH - 2], "the last row is in no full block"
         else:
             assert cached == [0, LENGTH - 1, LENGTH - 1]
-            assert engine.result("store").stats.num_restored_blocks == LENGTH // BLOCK_SIZE
 
 
 def evicted_after(engine: SimEngine, count: int) -> None:

@@ -347,7 +347,7 @@ def test_what_may_be_read_from_a_cache(
             expected = ReadLimits(own, own)
         else:
             expected = ReadLimits(last, own)
-        assert request.num_readable_tokens == expected
+        assert request.num_readable_tokens(block_size=1) == expected
         if len(request.output_token_ids) == 3:
             return
         compute(request, request.num_computed_tokens, request.num_computed_tokens + 1)
@@ -358,7 +358,36 @@ def test_positions_before_the_first_row_may_come_from_any_cache(start: int) -> N
     """The row of index i is made at position i-1, which has to be computed."""
     request = make_request(6, start=start)
     expected = 5 if start == 6 else max(start - 1, 0)
-    assert request.num_readable_tokens == ReadLimits(expected, 0)
+    assert request.num_readable_tokens(block_size=1) == ReadLimits(expected, 0)
+
+
+@given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12), st.integers(0, 14), st.data())
+def test_others_kv_is_read_to_the_end_of_the_block_of_the_first_position_due(
+    total: int, start: int, computed: int, num_row_tokens: int, data: st.DataObject
+) -> None:
+    """No further, and not that block either where all of it is due."""
+    request = make_request(total, start=min(start, total))
+    for _ in range(min(computed, total - 1)):
+        compute(request, request.num_computed_tokens, request.num_computed_tokens + 1)
+    block_size = data.draw(st.integers(1, 6), label="block size")
+    shared, _ = request.num_readable_tokens(block_size, num_row_tokens)
+    due = request.first_due_position(num_row_tokens)
+    held = request.num_prompt_rows_at(request.num_computed_tokens) + request.first_row_index
+    needed = range(max(held, num_row_tokens), total)
+    assert due == (needed[0] - 1 if needed else total - 1)
+    for first in range(0, total, block_size):
+        is_whole = first + block_size <= total
+        assert (first < shared) == (is_whole and first < due)
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_rows_from_a_cache_move_progress_as_computed_ones_do(start: int) -> None:
+    request = make_request(12, start=start)
+    request.advance(7, rows_for(request.prompt_token_ids[request.first_row_index : 8]))
+    request.validate()
+    assert (request.num_computed_tokens, request.first_due_position()) == (7, 7)
+    compute(request, 7, 12)
+    assert request.num_rows_missing == 0
 
 
 @given(
@@ -376,7 +405,7 @@ def test_a_hit_supplies_all_that_is_needed_or_is_none(
     request = make_request(total, rows=rows, skip=skip, max_tokens=max_tokens, start=start)
     for _ in range(min(steps, total + max_tokens)):
         compute(request, request.num_computed_tokens, request.num_computed_tokens + 1)
-    shared, own = request.num_readable_tokens
+    shared, own = request.num_readable_tokens(block_size=1)
     for limit in (shared, own):
         assert 0 <= limit < request.num_tokens
         assert request.num_prompt_rows_at(limit) <= request.num_prompt_rows_at(
@@ -390,7 +419,7 @@ def test_a_resumed_request_reads_its_own_blocks_although_it_bypasses_the_cache()
     """The bypass is about others' blocks; without its own, an eviction would recompute it all."""
     request = make_request(10, skip=True)
     compute(request, 0, 6)
-    assert request.num_readable_tokens == ReadLimits(shared=0, own=6)
+    assert request.num_readable_tokens(block_size=1) == ReadLimits(shared=0, own=6)
 
 
 # ---------------------------------------------------------------- numbers for the scheduler

@@ -128,10 +128,21 @@ def test_a_request_that_wants_rows_asks_the_store_for_nothing() -> None:
 
 
 def test_a_store_that_promises_more_than_was_asked_for_is_not_believed() -> None:
-    """The last token is always computed: its logits are what the user wants."""
     script = Script()
-    script.submit("a", 8, max_tokens=1)
+    script.submit("a", 7, max_tokens=1)
     assert script.say(LookupDone(script.last(LookupBlocks).op_id, 8)) == ["load 1 for a on w0"]
+
+
+def test_the_last_token_is_computed_where_all_is_in_the_store_and_its_kv_is_left_alone() -> None:
+    """Its logits are what the user wants."""
+    script = Script()
+    assert script.submit("a", 8, max_tokens=1) == ["look up 2 for a: shared 8, own 0"]
+    assert script.say(LookupDone(script.last(LookupBlocks).op_id, 8)) == ["load 2 for a on w0"]
+    assert script.say(LoadDone(script.last(LoadBlocks).op_id, 2)) == [
+        "release a",
+        "w0 runs a[7:8] keeps 8 sample new",
+    ]
+    assert "tell a.0 tokens=[7] length" in script.computed()
 
 
 # ------------------------------------------------------------------------- eviction and resuming
@@ -211,7 +222,7 @@ def test_a_decode_without_a_block_waits_for_older_ones_and_evicts_younger_ones()
 
 
 def test_a_higher_priority_takes_the_place_of_a_lower_one() -> None:
-    script = Script(num_blocks=4, enable_offload=False)
+    script = Script(num_blocks=4, enable_offload=False, row_cache_bytes=0)
     script.submit("low", 12, priority=1, prompt_logprobs=1)
     assert script.submit("equal", 12, priority=1, prompt_logprobs=1) == []
     script.submit("high", 12, priority=0, prompt_logprobs=1)
