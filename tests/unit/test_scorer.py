@@ -129,8 +129,13 @@ def client(engine: Engine) -> Iterator[ScoringClient]:
     made.close()
 
 
-def ended(engine: Engine, reason: FinishReason) -> int:
-    return sum(r.finish_reason is reason for f in engine.families.values() for r in f.requests)
+def ends_of(engine: Engine, token: int) -> list[FinishReason | None]:
+    """How the requests whose prompts end with a token have ended."""
+    return [
+        family.requests[0].finish_reason
+        for family in engine.families.values()
+        if family.submission.prompt_token_ids[-1] == token
+    ]
 
 
 def test_a_score_is_made_of_the_rows_of_the_continuation(
@@ -358,7 +363,7 @@ def test_whoever_stops_early_leaves_nothing_running(
             with pytest.raises(KeyError):
                 list(scores)
     assert engine.live() == []
-    assert ended(engine, FinishReason.ABORT) == 8
+    assert ends_of(engine, 9) == [FinishReason.ABORT] * 8
 
 
 @pytest.mark.parametrize("on_error", ["raise", "yield"])
