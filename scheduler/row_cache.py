@@ -8,7 +8,8 @@ before: the first row of a block comes from the last position of the block befor
 Rules:
 - Rows with k alternatives serve whoever wants as many or fewer: their first columns.
 - Rows for given token ids serve only those who ask for the same ids in the same order.
-- The bytes of all entries stay within the budget, least recently used first out.
+- The bytes of all entries stay within the budget, least recently used first out, and the end of a
+  chain before its head, without which it is of no use.
 The module knows hashes, columns and rows; it knows no request, no worker and no KV.
 """
 
@@ -73,17 +74,15 @@ class RowCache:
 
     def take(self, block_hashes: Sequence[bytes], columns: Columns) -> tuple[int, Logprobs]:
         """Return how many leading blocks have the rows asked for, and those rows, copied."""
-        found = []
-        for block_hash in block_hashes:
-            entry = self._find(block_hash, columns)
-            if entry is None:
-                break
-            self._entries.move_to_end((block_hash, columns.token_ids))
-            found.append(entry[:, :, : columns.num_logprobs + 1])
-        if not found:
+        count = self.num_leading(block_hashes, columns)
+        if not count:
             return 0, Logprobs.empty(columns.num_logprobs)
-        token_ids, logprobs, ranks = np.concatenate(found, axis=1)
-        return len(found), Logprobs(token_ids, logprobs.view(np.float32), ranks)
+        keys = [(block_hash, columns.token_ids) for block_hash in block_hashes[:count]]
+        for key in reversed(keys):
+            self._entries.move_to_end(key)
+        width = columns.num_logprobs + 1
+        found = np.concatenate([self._entries[key][:, :, :width] for key in keys], axis=1)
+        return count, Logprobs(found[0], found[1].view(np.float32), found[2])
 
     def has(self, block_hash: bytes, columns: Columns) -> bool:
         """Whether rows of a block that serve `columns` are here."""

@@ -83,7 +83,7 @@ def keep_rows(core: Core, live: LiveRequest, num_computed_before: int) -> None:
     first = num_computed_before // block_size
     end = min(request.num_computed_tokens, request.num_prompt_tokens) // block_size
     hashes, columns = live.block_hashes(end), _columns(live)
-    for block in range(first, end):
+    for block in reversed(range(first, end)):
         start_index = max(block * block_size, 1)
         start = start_index - request.first_row_index
         if start >= 0 and not cache.has(hashes[block], columns):

@@ -134,10 +134,12 @@ class FakeRunner:
         table = np.asarray(tracked.table)
         if end > len(table) * self.block_size:
             raise RuntimeError(f"{chunk.request_id}: {end} tokens in {len(table)} blocks")
-        if POISON in chunk.token_ids:
-            return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
         positions = np.arange(end)
         where = (table[positions // self.block_size], positions % self.block_size)
+        if POISON in chunk.token_ids:
+            new = max(chunk.start, chunk.first_new_position)
+            self.kv[where[0][new:], where[1][new:]] = 0
+            return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
         parent = (
             int(self.kv[where[0][chunk.start - 1], where[1][chunk.start - 1]]) if chunk.start else 0
         )

@@ -208,7 +208,9 @@ ASKED = (7, 0, 299)
 
 
 @each_model
-@pytest.mark.parametrize("start", [1, 64, 65, 100, 144, 145])
+@pytest.mark.parametrize(
+    "start", [1, pytest.param(64, marks=slow), 65, pytest.param(144, marks=slow), 145]
+)
 def test_rows_where_asked_are_those_of_a_full_run_after_evictions_and_cache_hits(
     load: Load, right, kind: str, dtype: str, start: int
 ) -> None:
@@ -235,6 +237,49 @@ def test_rows_where_asked_are_those_of_a_full_run_after_evictions_and_cache_hits
             assert found.same_bits(columns(rows[start - 1 :], range(4)))
         elif start <= 144:
             assert found.same_bits(of_tokens(rows[start - 1 :], ASKED))
+
+
+CACHED_PREFIXES = (1, 15, 16, 17, 32, 100, 128, 129, 144, 145)
+
+
+@each_model
+@pytest.mark.parametrize("chunk", [pytest.param(7, marks=slow), 64, pytest.param(512, marks=slow)])
+def test_rows_from_the_cache_are_those_that_would_be_computed(
+    load: Load, right, kind: str, dtype: str, chunk: int
+) -> None:
+    """After prompts that share more and more of it, each computed in other chunks."""
+    tokens = np.random.default_rng(0).integers(0, tiny_models.VOCAB_SIZE, LENGTH).tolist()
+    engine = real_engine(load(kind, dtype), num_blocks=200, chunk=chunk)
+    own = SamplingParams(**PARAMS)
+    for num_shared in CACHED_PREFIXES:
+        other = [(token + 1) % tiny_models.VOCAB_SIZE for token in tokens[num_shared:]]
+        warm = SamplingParams(prompt_logprobs=5, max_tokens=0)
+        engine.submit(f"warm {num_shared}", tokens[:num_shared] + other[:20], warm)
+        engine.run()
+        engine.submit(f"a {num_shared}", tokens, own)
+        engine.run()
+        assert bits(engine, f"a {num_shared}") == right(kind, dtype)
+    assert engine.result("a 145").stats.num_cached_tokens == LENGTH - 2
+
+
+@each_model
+def test_rows_from_the_cache_beside_kv_from_another_workers_save(
+    load: Load, right, kind: str, dtype: str
+) -> None:
+    engine = real_engine(load(kind, dtype), 2, chunk=40)
+    submit(engine, "cold")
+    engine.run()
+    engine.lose("w0")
+    for name in ("again", "asked", "all"):
+        more = {"asked": {"prompt_logprobs_start": 70}, "all": {"max_tokens": 0}}.get(name, {})
+        submit(engine, name, LENGTH - (name == "all"), **more)
+        engine.run()
+    assert engine.result("again").stats.num_restored_blocks == LENGTH // BLOCK_SIZE
+    assert bits(engine, "again") == right(kind, dtype)
+    full = engine.result("again").prompt_logprobs
+    assert engine.result("asked").prompt_logprobs.same_bits(full[69:])
+    assert engine.result("all").prompt_logprobs.same_bits(full[:-1])
+    assert engine.result("all").stats.num_cached_tokens == LENGTH - 1, "no worker was needed"
 
 
 def columns(rows: Logprobs, which: Iterable[int]) -> Logprobs:
