@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.errors import InvalidRequest, NumericalError, RequestTooLarge
+from scheduler.errors import InvalidRequest, RequestTooLarge
 from scheduler.request import FinishReason
 from scheduler.sampling_params import SamplingParams
 from tests.sim.cases import (
@@ -25,7 +25,6 @@ from tests.sim.cases import (
     scoring,
 )
 from tests.sim.engine import SimEngine
-from tests.sim.fake_runner import POISON, VOCAB_SIZE
 
 B = BLOCK_SIZE
 LENGTHS = [1, B - 1, B, B + 1, 2 * B, 2 * B + 1, CHUNK * 2 + 1]
@@ -81,43 +80,6 @@ def test_the_bypass_reads_neither_kv_nor_rows_and_is_no_lookup(start: int) -> No
     fresh = fake_engine(2)
     score(fresh, "skips", tokens, bypass)
     assert score(fresh, "reads", tokens, params) < 4 * B
-
-
-def test_rows_are_shared_by_equal_salts_alone() -> None:
-    engine = fake_engine()
-    tokens, params = prompt(4 * B), scoring(max_tokens=0)
-    salts = [None, "", "a", "a|b", "\x00"]
-    for i, salt in enumerate(salts):
-        assert score(engine, f"first{i}", tokens, params, cache_salt=salt) == 4 * B, repr(salt)
-    for i, salt in enumerate(salts):
-        assert score(engine, f"again{i}", tokens, params, cache_salt=salt) == 0, repr(salt)
-
-
-def test_rows_serve_who_wants_as_many_alternatives_or_fewer() -> None:
-    """From none to the whole vocabulary, in every order."""
-    tokens = prompt(4 * B)
-    for ks in itertools.permutations([0, 2, 20, -1]):
-        engine = fake_engine()
-        widest = -1
-        for k in ks:
-            computed = score(engine, f"k{k}", tokens, scoring(k=k))
-            width = VOCAB_SIZE if k == -1 else k
-            assert (computed == 0) == (width <= widest)
-            widest = max(widest, width)
-
-
-def test_rows_for_given_tokens_and_for_the_likeliest_are_not_mixed_up() -> None:
-    tokens = prompt(4 * B)
-    asked: list[dict[str, Any]] = [
-        {"k": 2},
-        {"k": 0, "prompt_logprob_token_ids": (3, 1)},
-        {"k": 0, "prompt_logprob_token_ids": (1, 3)},
-        {"k": 0, "prompt_logprob_token_ids": (3,)},
-    ]
-    for order in itertools.permutations(range(len(asked))):
-        engine = fake_engine()
-        for i in order:
-            score(engine, f"r{i}", tokens, scoring(**asked[i]))
 
 
 @pytest.mark.parametrize("kind", ["generated", "scored with fewer", "scored from the middle on"])
@@ -184,20 +146,6 @@ def test_a_start_beyond_the_prompt_is_refused_by_name() -> None:
     assert isinstance(refused, InvalidRequest)
     assert refused.details["param"] == "prompt_logprobs_start"
     score(engine, "b", prompt(9), scoring(prompt_logprobs_start=9))
-
-
-@pytest.mark.parametrize("place", [0, B - 1, B, 2 * B, 4 * B - 1])
-def test_a_prompt_that_comes_out_as_nan_leaves_no_rows(place: int) -> None:
-    """It fails each time; one that shares what comes before the bad token is served."""
-    engine = fake_engine(chunk=3)
-    tokens = prompt(4 * B)
-    bad = [*tokens[:place], POISON, *tokens[place + 1 :]]
-    for name in ("bad", "bad too"):
-        engine.submit(name, bad, scoring())
-        engine.run()
-        assert isinstance(engine.result(name).error, NumericalError)
-    for name in ("good", "again"):
-        score(engine, name, tokens, scoring())
 
 
 @pytest.mark.parametrize("start", [0, B + 1, 3 * B])

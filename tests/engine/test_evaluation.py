@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster import Client
 from tests.engine.conftest import ENGINE
-from tests.engine.conftest import local_cluster as local_cluster
 from workers.model_store import DEFAULT_MODEL, resolve_model
 
 PAIRS = [
