@@ -21,6 +21,9 @@ Item = TypeVar("Item")
 Submit = Callable[[list[RequestHandle]], "list[RequestHandle | HaversackError]"]
 """Returns for each handle itself, or why it was refused."""
 _MAX_BATCH = 1024
+_FIRST_TAKE = 8
+"""Jobs that are made ready and sent before any other, so that the engine begins while the next ones
+are made ready."""
 
 
 def submit_as_room_comes(
@@ -109,7 +112,8 @@ def results_as_room_comes(
             submit_as_room_comes(new, submit, wait, stops_at_refusal=False)
             if flight.is_empty:
                 return
-            yield flight.next_result()
+            if not new or flight.has_result:
+                yield flight.next_result()
     finally:
         cancel(flight.live_ids())
 
@@ -124,6 +128,8 @@ class _Flight(Generic[Item]):
         self._under_way: dict[int, Job[Item]] = {}
         """By their places among all jobs, in that order."""
         self._num_result_bytes = 0
+        self._max_take = _FIRST_TAKE
+        self._is_filling = True
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Places of those that have ended, where the order of the jobs is not kept."""
 
@@ -131,14 +137,25 @@ class _Flight(Generic[Item]):
     def is_empty(self) -> bool:
         return not self._under_way
 
+    @property
+    def has_result(self) -> bool:
+        """Whether `next_result` would return at once."""
+        if not self._ordered:
+            return not self._ended.empty()
+        first = next(iter(self._under_way.values())).request
+        return isinstance(first, HaversackError) or first.done()
+
     def take(self) -> list[RequestHandle]:
-        """Fill the window, once a quarter of it is free: many go in one message."""
+        """Take the next jobs, more each time, until the window is full; return what to submit.
+
+        Nothing is taken again before a quarter of the window is free: many go in one message.
+        """
         new: list[RequestHandle] = []
-        if 4 * len(self._under_way) > 3 * self._window.max_requests:
-            return new
-        while self._has_room():
-            place, job = next(self._jobs, (0, None))
+        self._is_filling |= 4 * len(self._under_way) <= 3 * self._window.max_requests
+        while self._is_filling and len(new) < self._max_take:
+            place, job = next(self._jobs, (0, None)) if self._has_room() else (0, None)
             if job is None:
+                self._is_filling = False
                 break
             self._under_way[place] = job
             self._num_result_bytes += job.num_result_bytes
@@ -146,6 +163,7 @@ class _Flight(Generic[Item]):
                 new.append(job.request)
             if not self._ordered:
                 _when_done(job.request, partial(self._ended.put, place))
+        self._max_take = min(2 * self._max_take, _MAX_BATCH)
         return new
 
     def _has_room(self) -> bool:

@@ -56,6 +56,8 @@ class PairEncoder:
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
         self._prefix_token_id = prefix_token_id
+        self._last_context: tuple[str, list[int]] = ("", [])
+        """What was encoded last: the choices of a question come one after the other."""
 
     def pair(self, context: Scorable, continuation: Scorable) -> TokenPair:
         """Return the token ids of a context and its continuation.
@@ -69,7 +71,7 @@ class PairEncoder:
         if not isinstance(context, str):
             pair = TokenPair(list(context), self._continuation_ids(continuation))
         elif not isinstance(continuation, str):
-            pair = TokenPair(self._encode(context) if context else [], list(continuation))
+            pair = TokenPair(self._context_ids(context), list(continuation))
         else:
             pair = self._pair_of_texts(context, continuation)
         if not pair.context:
@@ -109,8 +111,13 @@ class PairEncoder:
         continuation = context[len(stripped) :] + continuation
         if not stripped:
             return TokenPair([], self._continuation_ids(continuation))
-        ids = self._encode(stripped)
+        ids = self._context_ids(stripped)
         return TokenPair(ids, self._encode(stripped + continuation)[len(ids) :])
+
+    def _context_ids(self, context: str) -> list[int]:
+        if context != self._last_context[0]:
+            self._last_context = (context, self._encode(context))
+        return self._last_context[1]
 
     def _encode(self, text: str) -> list[int]:
         """Encode a text that is, or begins with, a context."""

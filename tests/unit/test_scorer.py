@@ -34,7 +34,7 @@ from tests.fake_scheduler import FakeScheduler, Family, rows
 from tests.tiny_models import BOS, byte_tokenizer
 
 WINDOW = 32
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Engine(FakeScheduler):
@@ -125,7 +125,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 @pytest.fixture
 def client(engine: Engine) -> Iterator[ScoringClient]:
     made = ScoringClient(engine)
+    # Whatever does not end by itself ends then, and fails its test.
+    watch = threading.Timer(DEADLINE_S, made.close)
+    watch.start()
     yield made
+    watch.cancel()
     made.close()
 
 
@@ -213,6 +217,7 @@ def test_no_more_is_under_way_than_the_window_holds(client: ScoringClient, engin
         nonlocal num_read
         for pair in itertools.cycle(pairs(35)):
             num_read += 1
+            assert num_read < 100 * WINDOW
             yield pair
 
     scores = client.score_many(endless())
