@@ -82,6 +82,8 @@ def keep_rows(core: Core, live: LiveRequest, num_computed_before: int) -> None:
         return
     first = num_computed_before // block_size
     end = min(request.num_computed_tokens, request.num_prompt_tokens) // block_size
+    if first >= end:
+        return
     hashes, columns = live.block_hashes(end), _columns(live)
     for block in reversed(range(first, end)):
         start_index = max(block * block_size, 1)

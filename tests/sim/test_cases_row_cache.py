@@ -101,10 +101,11 @@ def test_rows_over_several_blocks_and_chunks_are_complete_only_once_their_last_t
     assert cost(engine, "a", prompt(9), scoring()) == expected_cost(9, 0)
 
 
+@pytest.mark.parametrize("chunk", [1, CHUNK])
 @pytest.mark.parametrize("start", range(14))
-def test_others_kv_serves_all_before_the_first_row(start: int) -> None:
+def test_others_kv_serves_all_before_the_first_row(start: int, chunk: int) -> None:
     """Up to the end of the block in which that row is made; there is no row in the cache."""
-    engine = fake_engine()
+    engine = fake_engine(chunk=chunk)
     cost(engine, "warm", prompt(13), generating(1))
     tokens, rows = cost(engine, "a", prompt(13), scoring(prompt_logprobs_start=start))
     assert rows == min(13 - start, 12)
