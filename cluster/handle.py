@@ -63,6 +63,7 @@ class RequestHandle:
         self._tell_cancel = cancel
         self._changed = threading.Condition()
         self._listeners: set[Callable[[], None]] = set()
+        self._done_callbacks: list[Callable[[], object]] = []
         params = submission.sampling_params
         self._completions = [_Completion(i, params, table) for i in range(params.n)]
         self._prompt_logprobs: Logprobs | None = None
@@ -120,6 +121,19 @@ class RequestHandle:
             while not self._is_done:
                 await listener.wait()
         return self.result(0)
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Have something called once when the request is over; at once where it is already.
+
+        Args:
+            callback: called by whichever thread ends the handle: it must be quick, and raise and
+                wait for nothing.
+        """
+        with self._changed:
+            if not self._is_done:
+                self._done_callbacks.append(callback)
+                return
+        callback()
 
     def stream(self) -> DeltaStream:
         """Return a new stream of what becomes visible, from the beginning."""
@@ -193,6 +207,10 @@ class RequestHandle:
         self._changed.notify_all()
         for listener in list(self._listeners):
             listener()
+        if self._is_done:
+            callbacks, self._done_callbacks = self._done_callbacks, []
+            for callback in callbacks:
+                callback()
 
     # -------------------------------------------------------------------------- what goes out
 

@@ -63,7 +63,7 @@ class AttentionBatch:
         slots = np.concatenate([span.slots(cache.block_size) for span in spans])
         self._slots = torch.from_numpy(slots).to(device)
         self._rows: dict[int, torch.Tensor] = {}
-        """Where the tokens' KV goes, by a layer's number of KV heads."""
+        """Where the new KV goes, by a layer's number of KV heads."""
         self._kernel = make_kernel(spans, cache)
 
     def attend(
