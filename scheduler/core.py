@@ -14,6 +14,7 @@ from scheduler.live import LiveRequest, StoreOp, WorkerView
 from scheduler.messages import SchedulerStats
 from scheduler.reports import output_delta, whole_delta
 from scheduler.request import Request, RequestStatus
+from scheduler.row_cache import RowCache
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class Core:
     actions: list[AnyAction] = field(default_factory=list)
     """What the events being handled ask for."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    row_cache: RowCache = field(init=False)
     expected: dict[str, int] = field(default_factory=dict)
     """Workers that are being started -> the KV blocks that they will have."""
     wanted_elsewhere: dict[str, LiveRequest] = field(default_factory=dict)
@@ -48,6 +50,9 @@ class Core:
     """Heap in order of service. Entries that are not WAITING any more are skipped."""
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
     """Heap of (deadline, arrival, id) of requests; those that have ended are skipped."""
+
+    def __post_init__(self) -> None:
+        self.row_cache = RowCache(self.config.row_cache_bytes)
 
     def watch_deadline(self, live: LiveRequest) -> None:
         """End the request when its deadline has passed, if it has one."""

@@ -110,6 +110,19 @@ class LogprobRows(msgspec.Struct, eq=False):
         if len(self.segments) > _MAX_SEGMENTS:
             self.array()
 
+    def rows(self, start: int, end: int) -> Logprobs:
+        """Return the rows [start, end), without touching the others."""
+        parts = []
+        first = 0
+        for segment in self.segments:
+            if first >= end:
+                break
+            part = segment[max(start - first, 0) : end - first]
+            if part.num_rows:
+                parts.append(part)
+            first += segment.num_rows
+        return Logprobs.concat(parts) if parts else Logprobs.empty(self.num_logprobs)
+
     def array(self) -> Logprobs:
         """Return all rows as one `Logprobs`, and keep them that way."""
         if not self.segments:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from offload_store.keys import HashChain
 from scheduler import policy
 from scheduler.actions import AnyAction, RecordSubmitted, Refuse
+from scheduler.admission import admit
 from scheduler.balancing import begin_drain, drain, even_out, fail_hopeless, move_wanted
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
@@ -62,7 +63,6 @@ from scheduler.reports import request_info, worker_report
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
-    admit,
     end_load,
     end_save,
     evict,
@@ -118,6 +118,8 @@ class SchedulerState:
         stats.num_workers = len(core.workers)
         stats.num_blocks = sum(w.pool.num_blocks for w in core.workers.values())
         stats.num_used_blocks = sum(w.pool.num_used for w in core.workers.values())
+        stats.num_row_cache_blocks = core.row_cache.num_blocks
+        stats.num_row_cache_bytes = core.row_cache.num_bytes
         return stats
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
@@ -401,7 +403,7 @@ class SchedulerState:
         op = core.close_op(event.op_id)
         if op is None or op.live is None:
             return
-        live, limits = op.live, op.live.request.num_readable_tokens
+        live, limits = op.live, policy.read_limits(op.live)
         num_hit_tokens = min(event.num_hit_tokens, max(limits))
         live.num_saved_blocks = min(live.num_saved_blocks, num_hit_tokens // live.block_size)
         extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)
