@@ -37,7 +37,7 @@ from scheduler.state import SchedulerState
 VOCAB_SIZE = 50_000
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096
-"""Of a worker: room for about twice what its requests hold, so that caches fill up and turn over."""
+"""Of a worker: about twice what its requests hold, so that its cache fills up and turns over."""
 _NUM_SYSTEM_PROMPTS = 1000
 _ZIPF_EXPONENT = 1.0
 _SYSTEM_TOKENS = (32, 768)

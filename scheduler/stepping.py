@@ -89,7 +89,7 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     core.stats.compute_s += event.output.compute_s
     worker.has_refused_releases = False
     results = {result.request_id: result for result in event.output.results}
-    for flight in _end_step(worker):
+    for flight in _end_step(core, worker):
         live = flight.live
         result = results.get(live.id)
         if result is None:
@@ -106,7 +106,7 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
     """
     num_flights = len(worker.in_flight)
     worker.has_refused_releases = num_flights == 0
-    flights = _end_step(worker)
+    flights = _end_step(core, worker)
     worker.released_request_ids += worker.told_released_ids
     for flight in flights:
         live = flight.live
@@ -129,7 +129,7 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
     they computed nothing else, is at fault.
     """
     num_flights = len(worker.in_flight)
-    for flight in _end_step(worker):
+    for flight in _end_step(core, worker):
         live = flight.live
         if num_flights > 1:
             live.batch_limit = num_flights // 2
@@ -144,8 +144,9 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
             finish(core, live, FinishReason.ERROR, error=error)
 
 
-def _end_step(worker: WorkerView) -> list[InFlight]:
+def _end_step(core: Core, worker: WorkerView) -> list[InFlight]:
     """Make the worker idle; return the flights whose requests are still there."""
+    core.touch(worker)
     flights, worker.in_flight, worker.step_id = worker.in_flight, [], None
     staying = []
     for flight in flights:
