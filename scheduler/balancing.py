@@ -122,8 +122,9 @@ def fail_hopeless(core: Core, reason: str) -> None:
 
 def is_moving(live: LiveRequest) -> bool:
     """Whether the request stands still because its last blocks are being copied."""
+    migration = live.migration
     return (
-        live.status is RequestStatus.RUNNING
-        and live.migration is not None
-        and live.migration.paused_s is not None
+        migration is not None
+        and migration.paused_s is not None
+        and live.status is RequestStatus.RUNNING
     )

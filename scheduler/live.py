@@ -194,7 +194,8 @@ class WorkerView:
 
     def active(self) -> list[LiveRequest]:
         """Return the residents that compute or will, in order of service."""
-        found = [r for r in self.residents.values() if r.status is not RequestStatus.SAVING]
+        saving = RequestStatus.SAVING
+        found = [r for r in self.residents.values() if r.request.status is not saving]
         return sorted(found, key=_rank)
 
     def num_leaving_blocks(self) -> int:

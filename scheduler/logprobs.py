@@ -93,10 +93,8 @@ class LogprobRows(msgspec.Struct, eq=False):
     def check(self, rows: Logprobs) -> None:
         """Raise `InvariantViolation` where `rows` can't be appended: not k + 1 wide, or ragged."""
         shape = rows.token_ids.shape
-        if not (
-            shape == rows.logprobs.shape == rows.ranks.shape
-            and shape == (shape[0], self.num_logprobs + 1)
-        ):
+        is_even = shape == rows.logprobs.shape == rows.ranks.shape
+        if not is_even or shape[1:] != (self.num_logprobs + 1,):
             shapes = {array.shape for array in (rows.token_ids, rows.logprobs, rows.ranks)}
             raise InvariantViolation(
                 f"rows of shape {sorted(shapes)} where {self.num_logprobs + 1} columns were due"
@@ -115,7 +113,7 @@ class LogprobRows(msgspec.Struct, eq=False):
             self.array()
 
     def last(self, count: int) -> Logprobs:
-        """Return the last `count` rows, or all where there are fewer, without joining the others."""
+        """Return the last `count` rows, or all of fewer; the others are not joined."""
         parts: list[Logprobs] = []
         for segment in reversed(self.segments):
             if count <= 0:

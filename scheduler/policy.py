@@ -388,6 +388,19 @@ def choose_suspects(running: Sequence[LiveRequest]) -> list[LiveRequest]:
     return chosen[: max(limit, 1)]
 
 
+def in_step_order(running: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Return who goes first in a step: those that have to leave, then decodes, then prefills."""
+    leaving, decoding, prefilling = [], [], []
+    for live in running:
+        if live.is_evict_wanted:
+            leaving.append(live)
+        elif live.is_decoding:
+            decoding.append(live)
+        else:
+            prefilling.append(live)
+    return leaving + decoding + prefilling
+
+
 # ----------------------------------------------------------------------------- progress
 
 

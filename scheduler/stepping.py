@@ -31,7 +31,7 @@ def start_step(core: Core, worker: WorkerView) -> None:
     running = policy.choose_suspects(running) or running
     budget = core.config.max_num_batched_tokens
     flights: list[InFlight] = []
-    for live in sorted(running, key=lambda r: (not r.is_evict_wanted, not r.is_decoding)):
+    for live in policy.in_step_order(running):
         if budget <= 0:
             break
         if live.status is not RequestStatus.RUNNING or live.worker is not worker or is_moving(live):
