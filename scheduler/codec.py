@@ -19,7 +19,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 _INT32 = np.dtype(np.int32)
-_NO_IDS: IntArray = np.empty(0, _INT32)
+_NO_IDS: IntArray = np.frombuffer(b"", _INT32)
 
 
 def _array_to_wire(obj: Any) -> Any:
