@@ -44,11 +44,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m cluster.demo
 
+# Two processes: tests that start Ray stay together in one, the others share the rest of the time.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2
+
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-quick: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: install
 	$(BIN)/ruff check .

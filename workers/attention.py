@@ -54,7 +54,9 @@ class AttentionBatch:
         self.cache = cache
         self._num_tokens = sum(span.num_tokens for span in spans)
         slots = np.concatenate([span.slots(cache.block_size) for span in spans])
-        self.slots = torch.from_numpy(slots).to(cache.key(0).device)
+        self._slots = torch.from_numpy(slots).to(cache.key(0).device)
+        self._rows: dict[int, torch.Tensor] = {}
+        """Where the tokens' KV goes, by a layer's number of KV heads."""
         self._kernel = make_kernel(spans, cache)
 
     def attend(
@@ -73,7 +75,10 @@ class AttentionBatch:
             query: [rows, heads, head_dim]; rows after the last token are padding.
             key: [rows, kv_heads, head_dim]; `value` likewise.
         """
-        self.cache.write(layer, self.slots, key[: self._num_tokens], value[: self._num_tokens])
+        rows = self._rows.get(key.shape[1])
+        if rows is None:
+            rows = self._rows[key.shape[1]] = self.cache.rows(self._slots, key.shape[1])
+        self.cache.write(layer, rows, key[: self._num_tokens], value[: self._num_tokens])
         return self._kernel.attend(layer, query, scaling, window, cap)
 
 

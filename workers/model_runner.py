@@ -35,11 +35,11 @@ from workers.attention import AttentionBatch, use_batch
 from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
 from workers.loader import LoadedModel
-from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows
+from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows, top_1
 from workers.sampler import Draw, TokenCounts, sample
 
-_LOGITS_BUDGET_BYTES = 96 * 2**20
-"""fp32 logits that are in memory at once."""
+_LOGITS_BUDGET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""fp32 logits that are in memory at once; on CPU little more than the processor's cache holds."""
 
 
 class _Tracked:
@@ -123,7 +123,9 @@ class ModelRunner:
             device=model.device,
         )
         self._tracked: dict[str, _Tracked] = {}
-        self._rows_per_slice = rows_per_slice(model.vocab_size, _LOGITS_BUDGET_BYTES)
+        self._rows_per_slice = rows_per_slice(
+            model.vocab_size, _LOGITS_BUDGET_BYTES[model.device.type]
+        )
 
     @property
     def num_tracked_requests(self) -> int:
@@ -223,7 +225,7 @@ class ModelRunner:
         """Run the model over all chunks and fill in what each brought."""
         device = self._model.device
         num_tokens = sum(work.span.num_tokens for work in works)
-        token_ids = np.zeros(padded_rows(num_tokens), np.int64)
+        token_ids = np.zeros(padded_rows(num_tokens, self._model.min_rows), np.int64)
         positions = np.zeros_like(token_ids)
         for work in works:
             rows = slice(work.span.first_row, work.span.first_row + work.span.num_tokens)
@@ -254,7 +256,7 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, rows: IntArray) -> torch.Tensor:
         """Return logits of some rows, [at least len(rows), vocab]: as many as keep bits exact."""
-        index = np.zeros(padded_rows(len(rows)), np.int64)
+        index = np.zeros(padded_rows(len(rows), self._model.min_rows), np.int64)
         index[: len(rows)] = rows
         picked = hidden.index_select(0, torch.from_numpy(index).to(hidden.device))
         return self._model.logits(picked)[:, : self._model.vocab_size]
@@ -305,9 +307,10 @@ class ModelRunner:
         for first in range(0, len(asking), self._rows_per_slice):
             part = asking[first : first + self._rows_per_slice]
             last = np.array([w.span.first_row + w.span.num_tokens - 1 for w in part])
-            logits = self._logits(hidden, last).float()
-            finite = torch.isfinite(logits.amax(dim=1)).tolist()
-            greedy = logits.argmax(dim=1).tolist()
+            logits = self._logits(hidden, last)
+            best, best_ids = top_1(logits)
+            finite = torch.isfinite(best[:, 0]).tolist()
+            greedy = best_ids[:, 0].tolist()
             for row, work in enumerate(part):
                 if not finite[row]:
                     self._fail(work, "its logits")
@@ -315,7 +318,9 @@ class ModelRunner:
                 draw = work.tracked.draw()
                 try:
                     plain = draw.is_greedy and draw.uses_raw_logits
-                    token = greedy[row] if plain else sample(logits[row].cpu().numpy(), draw)
+                    token = (
+                        greedy[row] if plain else sample(logits[row].float().cpu().numpy(), draw)
+                    )
                 except HaversackError as error:
                     work.error = error
                     continue

@@ -428,13 +428,26 @@ def test_stale_nan_in_blocks_handed_out_again_reaches_nobody(load: Load) -> None
     assert Answer(own.finish(own.request(prompt(), PARAMS), [100])) == expected
 
 
+class PlusOffset(torch.nn.Module):
+    """An output layer whose logits are shifted."""
+
+    def __init__(self, inner: torch.nn.Module, offset: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        self.offset = offset
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + self.offset
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_an_output_layer_that_overflows_fails_the_requests_that_see_it(
     tmp_path: Path, value: float
 ) -> None:
     model = load_model(str(tiny_models.tiny_llama(tmp_path)), dtype="fp32")
-    with torch.no_grad():
-        model.model.lm_head.weight[7] = value
+    offset = torch.zeros(VOCAB)
+    offset[7] = value
+    model.model.lm_head = PlusOffset(model.model.lm_head, offset)
     own = driver(model)
     for params in (
         PARAMS,
@@ -456,16 +469,7 @@ def test_logits_of_minus_infinity_are_legal(tmp_path: Path) -> None:
     model = load_model(str(tiny_models.tiny_llama(tmp_path)), dtype="fp32")
     masked = torch.zeros(VOCAB)
     masked[200:] = -torch.inf
-
-    class Masked(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.inner(hidden) + masked
-
-    model.model.lm_head = Masked(model.model.lm_head)
+    model.model.lm_head = PlusOffset(model.model.lm_head, masked)
     own = driver(model)
     request = own.finish(
         own.request([1, 250, 2], SamplingParams(prompt_logprobs=-1, max_tokens=4)), [8]
