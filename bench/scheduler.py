@@ -4,7 +4,7 @@
 
 Regimes, all on virtual time with simulated workers (`bench.scheduler_world`):
 - `workers`: so many workers, 40 requests live for each, a new one for each that ends, until all of
-  the trace have ended (at most 20,000 a worker). Beside the speed: which part of the prompt tokens
+  the trace have ended (at most 5,000 a worker). Beside the speed: which part of the prompt tokens
   that may come from a cache did, and which part an endless cache could have supplied; how many
   tokens the busiest worker computed for one of the average one.
 - `waiting`: 16 workers, and so many requests that always wait.
@@ -34,7 +34,7 @@ from bench.scheduler_world import Engine
 matplotlib.use("Agg")
 
 _LIVE_PER_WORKER = 40
-_MAX_REQUESTS_PER_WORKER = 20_000
+_MAX_REQUESTS_PER_WORKER = 5_000
 _WAITING_WORKERS = 16
 _SEATS = 64
 """The core's default `max_num_seqs`."""
