@@ -67,6 +67,7 @@ def run(model: str, num_requests: int) -> dict[str, Any]:
             num_workers=2,
             kv_cache_bytes=2**27,
             offload_bytes=2**27,
+            row_cache_bytes=2**24,
             journal_path=str(Path(folder) / "journal"),
             result_ttl_s=10.0,
         ) as client,

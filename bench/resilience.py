@@ -46,7 +46,7 @@ _CONTEXTS = (500, 1000, 2000, 4000)
 _DEADLINE_S = 300.0
 _JOURNAL_TURNS = 16
 """One turn says little: two engines beside each other differ by several percent either way."""
-_SCORING = SamplingParams(prompt_logprobs=1, max_tokens=0)
+_SCORING = SamplingParams(prompt_logprobs=1, max_tokens=0, skip_reading_prefix_cache=True)
 
 Show = Callable[[str], None]
 
@@ -142,7 +142,12 @@ class _Arrivals:
 
 def _generating(count: int) -> SamplingParams:
     return SamplingParams(
-        max_tokens=count, ignore_eos=True, temperature=0.0, prompt_logprobs=0, detokenize=False
+        max_tokens=count,
+        ignore_eos=True,
+        temperature=0.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        skip_reading_prefix_cache=True,
     )
 
 

@@ -96,6 +96,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest k of `logprobs` and `prompt_logprobs` a request may ask for; -1 is the vocabulary."""
     max_rows_bytes: int = 4 * GIB
     """Largest size of one request's logprob rows; larger ones are refused at submission."""
+    row_cache_bytes: int = 256 * 2**20
+    """Prompt rows that the scheduler keeps for requests with the same prefix; 0 keeps none."""
     max_queued_requests: int = 20_000
     """Waiting requests, beyond which new ones are refused with `Overloaded`."""
     max_queued_tokens: int = 50_000_000
@@ -186,6 +188,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             save_segment_tokens=self._save_segment_tokens(),
             enable_migration=self.enable_migration,
             enable_journal=self.journal_path is not None,
+            row_cache_bytes=self.row_cache_bytes,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
             max_logprobs=self.max_logprobs,
@@ -220,6 +223,7 @@ RULES: dict[str, Rule] = {
     "result_ttl_s": number(0.0),
     "max_logprobs": whole(-1),
     "max_rows_bytes": size(1),
+    "row_cache_bytes": size(0),
     "max_queued_requests": whole(1),
     "max_queued_tokens": whole(1),
     "client_grace_s": number(0.0, exclusive=True),

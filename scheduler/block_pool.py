@@ -60,6 +60,10 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._refs[block_id]
 
+    def is_findable(self, block_id: int) -> bool:
+        """Whether others may be given the block, so that nothing may be written to it."""
+        return block_id in self._hash_of
+
     def lookup(
         self,
         block_hashes: Sequence[bytes],

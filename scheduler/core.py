@@ -16,6 +16,7 @@ from scheduler.messages import SchedulerStats
 from scheduler.reports import output_delta, whole_delta
 from scheduler.request import Request, RequestStatus
 from scheduler.roster import Roster
+from scheduler.row_cache import RowCache
 
 _number = attrgetter("number")
 
@@ -36,6 +37,7 @@ class Core:
     actions: list[AnyAction] = field(default_factory=list)
     """What the events being handled ask for."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    row_cache: RowCache = field(init=False)
     expected: dict[str, int] = field(default_factory=dict)
     """Workers that are being started -> the KV blocks that they will have."""
     wanted_elsewhere: dict[str, LiveRequest] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class Core:
     """Heap of (deadline, arrival, id) of requests; those that have ended are skipped."""
 
     def __post_init__(self) -> None:
+        self.row_cache = RowCache(self.config.row_cache_bytes)
         self.roster = Roster(self.config.max_num_seqs)
 
     def add_worker(self, worker: WorkerView) -> None:

@@ -36,6 +36,7 @@ def check_invariants(core: Core) -> None:
             f"op {op.op_id}: unknown to whom it is for",
         )
     _check_roster(core)
+    core.row_cache.validate()
     waiting = [r for r in core.requests.values() if r.status is RequestStatus.WAITING]
     _require(core.num_waiting == len(waiting), "the queue's length is miscounted")
     _require(
@@ -76,6 +77,9 @@ def _check_place(core: Core, live: LiveRequest) -> None:
         live.in_flight is None or status is RequestStatus.RUNNING, f"{name}: computed elsewhere"
     )
     if live.worker is not None:
+        to_write = live.block_ids[live.num_kv_tokens // live.block_size :]
+        findable = [block for block in to_write if live.worker.pool.is_findable(block)]
+        _require(not findable, f"{name}: would write to blocks {findable} that others may read")
         _require(live.worker.residents.get(live.id) is live, f"{name}: unknown to its worker")
 
 

@@ -38,6 +38,9 @@ class LiveRequest:
     """Its block table there; each id is one hold in the worker's pool."""
     num_kv_tokens: int = 0
     """Leading tokens whose KV is in those blocks."""
+    num_row_blocks: int = 0
+    """Leading blocks whose rows it holds, does not need, or can have from the row cache, as far as
+    was seen; they limit what it reads of others' KV."""
     num_registered_blocks: int = 0
     """Leading blocks that were offered to the worker's prefix cache."""
     num_sent_blocks: int = 0
@@ -89,9 +92,18 @@ class LiveRequest:
         return self.request.status
 
     @property
+    def next_position(self) -> int:
+        """Where its next chunk starts.
+
+        That is before the end of its KV where another's block supplied KV, but not all that is
+        needed of its last positions.
+        """
+        return min(self.num_kv_tokens, self.request.first_due_position())
+
+    @property
     def num_pending_tokens(self) -> int:
         """Known tokens that its worker still has to compute."""
-        return self.request.num_tokens - self.num_kv_tokens
+        return self.request.num_tokens - self.next_position
 
     @property
     def is_decoding(self) -> bool:

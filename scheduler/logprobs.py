@@ -122,6 +122,19 @@ class LogprobRows(msgspec.Struct, eq=False):
             count -= segment.num_rows
         return Logprobs.concat(parts[::-1]) if parts else Logprobs.empty(self.num_logprobs)
 
+    def rows(self, start: int, end: int) -> Logprobs:
+        """Return the rows [start, end), without touching the others."""
+        parts = []
+        first = 0
+        for segment in self.segments:
+            if first >= end:
+                break
+            num_rows = segment.num_rows
+            if first + num_rows > start:
+                parts.append(segment[max(start - first, 0) : end - first])
+            first += num_rows
+        return Logprobs.concat(parts) if parts else Logprobs.empty(self.num_logprobs)
+
     def array(self) -> Logprobs:
         """Return all rows as one `Logprobs`, and keep them that way."""
         if not self.segments:

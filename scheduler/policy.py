@@ -14,11 +14,12 @@ from scheduler.errors import InvalidRequest, RequestTooLarge
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import LogprobRows
 from scheduler.messages import SchedulerStats, Submission
-from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.request import FinishReason, ReadLimits, Request, RequestStatus
 from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
 from scheduler.submissions import make_requests
 
 _BYTES_PER_LOGPROB = 12  # token id, logprob and rank, 4 bytes each
+_TOKEN_IDS = "prompt_logprob_token_ids"
 
 
 # ------------------------------------------------------------------------------ submission
@@ -44,8 +45,9 @@ def accept(
     params = submission.sampling_params
     prompt = _checked_prompt(submission, config)
     _check_token_ids_in_params(params, config)
-    for name in ("logprobs", "prompt_logprobs"):
-        _check_num_logprobs(name, getattr(params, name), config)
+    _check_num_logprobs("logprobs", params.logprobs, config)
+    name = "prompt_logprobs" if params.prompt_logprob_token_ids is None else _TOKEN_IDS
+    _check_num_logprobs(name, params.num_prompt_logprobs, config)
 
     num_prompt_tokens = len(prompt)
     pool_tokens = num_blocks * config.block_size
@@ -78,8 +80,8 @@ def accept(
         request.max_tokens = max_tokens
         request.eos_token_ids = config.eos_token_ids
         own = request.sampling_params
-        if own.prompt_logprobs is not None:
-            request.prompt_logprobs = LogprobRows(num_logprobs(own.prompt_logprobs, config))
+        if own.num_prompt_logprobs is not None:
+            request.prompt_logprobs = LogprobRows(num_logprobs(own.num_prompt_logprobs, config))
         if own.logprobs is not None:
             request.output_logprobs = LogprobRows(num_logprobs(own.logprobs, config))
     return requests
@@ -101,6 +103,13 @@ def _checked_prompt(submission: Submission, config: SchedulerConfig) -> IntArray
             f"{config.vocab_size - 1}",
             param="prompt",
         )
+    start = submission.sampling_params.prompt_logprobs_start
+    if start > len(prompt):
+        raise InvalidRequest(
+            f"prompt_logprobs_start={start} is not allowed: the prompt has {len(prompt)} tokens, "
+            f"so give an index from 0 to {len(prompt)} (for no row at all)",
+            param="prompt_logprobs_start",
+        )
     if submission.timeout_s is not None and not submission.timeout_s > 0:
         raise InvalidRequest(
             f"timeout_s={submission.timeout_s!r} is not allowed: give seconds > 0, or None",
@@ -116,7 +125,7 @@ def _checked_prompt(submission: Submission, config: SchedulerConfig) -> IntArray
 
 
 def _check_token_ids_in_params(params: SamplingParams, config: SchedulerConfig) -> None:
-    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", _TOKEN_IDS):
         for token in getattr(params, name) or ():
             if not 0 <= token < config.vocab_size:
                 raise InvalidRequest(
@@ -141,7 +150,8 @@ def _check_rows_size(
     params: SamplingParams, num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig
 ) -> None:
     num_bytes = 0
-    for k, rows in ((params.prompt_logprobs, num_prompt_tokens), (params.logprobs, max_tokens)):
+    num_prompt_rows = num_prompt_tokens - params.prompt_logprobs_start
+    for k, rows in ((params.num_prompt_logprobs, num_prompt_rows), (params.logprobs, max_tokens)):
         if k is not None:
             num_bytes += rows * row_bytes(k, config)
     if num_bytes > config.max_rows_bytes:
@@ -194,18 +204,25 @@ def is_open_to(request: Request, worker: WorkerView) -> bool:
     return not worker.is_draining and fits(request, worker)
 
 
+def read_limits(live: LiveRequest) -> ReadLimits:
+    """How much caches may supply to the request, given the rows that it can have."""
+    num_row_tokens = live.num_row_blocks * live.block_size
+    return live.request.num_readable_tokens(live.block_size, num_row_tokens)
+
+
 def readable_hashes(live: LiveRequest) -> list[bytes]:
     """Hashes of the leading blocks that another's cache may supply to the request."""
     if live.request.sampling_params.skips_reading_prefix_cache:
         return []
-    return live.block_hashes(live.request.num_readable_tokens.shared // live.block_size)
+    return live.block_hashes(read_limits(live).shared // live.block_size)
 
 
 def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
     """Ids of the leading blocks that the worker's prefix cache may supply to the request."""
+    limit = read_limits(live).shared
     return worker.pool.lookup(
         readable_hashes(live),
-        num_readable_tokens=live.request.num_readable_tokens.shared,
+        num_readable_tokens=limit,
         skip_reading_prefix_cache=live.request.sampling_params.skips_reading_prefix_cache,
     )
 
@@ -407,13 +424,12 @@ def in_step_order(running: Sequence[LiveRequest]) -> list[LiveRequest]:
 def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> int:
     """Position before which the request's next chunk ends, within the budgets of the step."""
     request = live.request
-    end = min(live.num_kv_tokens + token_budget, request.num_tokens)
-    k = request.sampling_params.prompt_logprobs
-    if k is None or end <= request.num_computed_tokens:
+    end = min(live.next_position + token_budget, request.num_tokens)
+    k = request.sampling_params.num_prompt_logprobs
+    if k is None or not request.num_rows_missing:
         return end
     max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
-    first_row = max(live.num_kv_tokens, request.num_computed_tokens)
-    return min(end, first_row + max_rows) if first_row < request.num_prompt_tokens else end
+    return min(end, request.row_position(live.next_position) + max_rows)
 
 
 def end_of(request: Request) -> tuple[FinishReason, int | None] | None:

@@ -18,6 +18,7 @@ from scheduler.core import Core
 from scheduler.live import LiveRequest, StoreOp, WorkerView
 from scheduler.placement import Placement
 from scheduler.request import RequestStatus
+from scheduler.row_reuse import bring_rows
 
 
 def place(core: Core, live: LiveRequest, placement: Placement) -> None:
@@ -34,7 +35,7 @@ def place(core: Core, live: LiveRequest, placement: Placement) -> None:
     worker.residents[live.id] = live
     core.touch(worker)
 
-    limits = request.num_readable_tokens
+    limits = policy.read_limits(live)
     _count_query(core, live)
     num_asked = max(limits) // live.block_size
     if not core.config.enable_offload or num_asked <= len(cached):
@@ -56,7 +57,7 @@ def place(core: Core, live: LiveRequest, placement: Placement) -> None:
 
 
 def _count_query(core: Core, live: LiveRequest) -> None:
-    if live.request.num_readable_tokens.shared == 0:
+    if policy.read_limits(live).shared == 0:
         core.stats.num_cache_bypasses += 1
     elif core.config.enable_prefix_caching:
         core.stats.num_worker_cache_queries += 1
@@ -64,9 +65,11 @@ def _count_query(core: Core, live: LiveRequest) -> None:
 
 
 def run(core: Core, live: LiveRequest, why: str) -> None:
-    """Make a placed request computable."""
-    if not live.request.num_computed_tokens:
-        live.request.stats.num_cached_tokens = live.num_kv_tokens
+    """Make a placed request computable, with the rows that go with the KV it was given."""
+    is_fresh = not live.request.num_computed_tokens
+    bring_rows(core, live, live.num_kv_tokens // live.block_size)
+    if is_fresh:
+        live.request.stats.num_cached_tokens = live.next_position
     live.move_to(RequestStatus.RUNNING, core.now_s, why)
     if live.worker is not None:
         core.touch(live.worker)

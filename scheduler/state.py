@@ -119,6 +119,8 @@ class SchedulerState:
         stats.num_workers = len(core.workers)
         stats.num_blocks = sum(w.pool.num_blocks for w in core.workers.values())
         stats.num_used_blocks = sum(w.pool.num_used for w in core.workers.values())
+        stats.num_row_cache_blocks = core.row_cache.num_blocks
+        stats.num_row_cache_bytes = core.row_cache.num_bytes
         return stats
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
@@ -403,7 +405,7 @@ class SchedulerState:
         op = core.close_op(event.op_id)
         if op is None or op.live is None:
             return
-        live, limits = op.live, op.live.request.num_readable_tokens
+        live, limits = op.live, policy.read_limits(op.live)
         num_hit_tokens = min(event.num_hit_tokens, max(limits))
         live.num_saved_blocks = min(live.num_saved_blocks, num_hit_tokens // live.block_size)
         extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)

@@ -14,6 +14,7 @@ from scheduler.messages import Chunk, ChunkResult, SchedulerOutput
 from scheduler.migration import advance_migration
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.residency import evict, register_full_blocks, save_progress
+from scheduler.row_reuse import keep_rows
 from scheduler.steps import make_chunk
 
 _MAX_LONE_DEATHS = 5
@@ -39,7 +40,7 @@ def start_step(core: Core, worker: WorkerView) -> None:
         end = policy.chunk_end(live, budget, core.config)
         if not _has_blocks(core, live, end):
             continue
-        budget -= end - live.num_kv_tokens
+        budget -= end - live.next_position
         chunk = make_chunk(live, end)
         live.in_flight = chunk
         live.is_known_to_worker = True
@@ -161,7 +162,6 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     request = live.request
     start, end = chunk.start, chunk.start + len(chunk.token_ids)
     num_computed = request.num_computed_tokens
-    num_held = request.num_prompt_rows_at(num_computed)
     core.stats.num_computed_tokens += end - start
     if result.error is not None:
         finish(core, live, FinishReason.ERROR, error=from_wire(result.error))
@@ -171,7 +171,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     except InvariantViolation as error:
         finish(core, live, FinishReason.ERROR, error=RequestFailed(error.message))
         return
-    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_held)
+    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_computed)
     again = max(min(end, num_computed) - start, 0)
     request.stats.num_recomputed_tokens += again
     core.stats.num_recomputed_tokens += again
@@ -192,8 +192,9 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
         live.batch_limit = None
         live.num_lone_deaths = 0
         live.has_progressed_here = True
-    live.num_kv_tokens = end
+    live.num_kv_tokens = max(live.num_kv_tokens, end)
     register_full_blocks(live)
+    keep_rows(core, live, num_computed)
     ended = policy.end_of(request)
     if ended is not None:
         finish(core, live, ended[0], stop_reason=ended[1])
@@ -206,7 +207,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
         advance_migration(core, live)
 
 
-def _num_rows_again(chunk: Chunk, num_held: int) -> int:
+def _num_rows_again(chunk: Chunk, num_computed: int) -> int:
     """Rows that a chunk was asked for although the request held them: none, if all is right."""
     end = chunk.first_row_position + len(chunk.row_target_ids)
-    return max(min(end, num_held) - chunk.first_row_position, 0)
+    return max(min(end, num_computed) - chunk.first_row_position, 0)

@@ -13,18 +13,19 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 def make_chunk(live: LiveRequest, end: int) -> Chunk:
-    """Return the message for the chunk from the request's resident KV up to `end`."""
+    """Return the message for the request's next chunk, up to `end`."""
     request = live.request
-    start = live.num_kv_tokens
+    start = live.next_position
     return Chunk(
         request_id=request.request_id,
         start=start,
         token_ids=int_array(request.token_ids(start, end)),
         new_block_ids=id_array(live.block_ids[live.num_sent_blocks :]),
         row_target_ids=int_array(request.row_target_ids(start, end)),
-        first_row_position=max(start, request.num_computed_tokens),
+        first_row_position=request.row_position(start),
         sample=end == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
         new=None if live.is_known_to_worker else _new_request(live),
+        first_new_position=live.num_kv_tokens,
     )
 
 
@@ -36,7 +37,7 @@ def _new_request(live: LiveRequest) -> NewRequest:
         sampling_params=params,
         seed=request.seed,
         num_prompt_tokens=request.num_prompt_tokens,
-        num_prompt_logprobs=params.prompt_logprobs,
+        num_prompt_logprobs=params.num_prompt_logprobs,
         banned_until_min_tokens=stop_ids(request) if params.min_tokens else (),
         num_output_tokens=len(request.output_token_ids),
         history=int_array(history),

@@ -49,15 +49,22 @@ class Span:
     num_tokens: int
     block_table: IntArray
     """int32: block ids of the request, at least up to the chunk's end."""
+    first_new: int = 0
+    """Position before which KV is in the blocks already, and stays as it is."""
 
     @property
     def end(self) -> int:
         """Position after the chunk's last token."""
         return self.start + self.num_tokens
 
+    @property
+    def num_kept(self) -> int:
+        """Leading tokens of the chunk whose KV stays as it is."""
+        return min(max(self.first_new - self.start, 0), self.num_tokens)
+
     def slots(self, block_size: int) -> IntArray:
-        """Return the token slots that the chunk's KV goes to, int64 [num_tokens]."""
-        positions = np.arange(self.start, self.end)
+        """Return the token slots that the chunk's new KV goes to, int64 [new tokens]."""
+        positions = np.arange(self.start + self.num_kept, self.end)
         blocks = self.block_table[positions // block_size].astype(np.int64)
         slots: IntArray = blocks * block_size + positions % block_size
         return slots

@@ -9,6 +9,7 @@ The module knows logits and token ids; it knows no request and no model. Rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ _GROUP = 128
 """Neighbours in the vocabulary whose maximum is taken together."""
 _TIE_MARGIN = 8
 """Candidates fetched beyond the top k, so that ties at its edge are mostly seen at once."""
+_MAX_COUNTED = 64
+"""Columns of a row up to which counting what is greater is quicker than sorting the row."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,36 @@ def select_rows(logprobs: torch.Tensor, targets: torch.Tensor, num_logprobs: int
         torch.cat([actual, values], dim=1),
         torch.cat([actual_rank, _ranks_of_sorted(values)], dim=1),
     )
+
+
+def select_token_rows(
+    logprobs: torch.Tensor, targets: torch.Tensor, token_ids: Sequence[int]
+) -> RowTensors:
+    """Return rows of width len(token_ids) + 1: the actual token, then `token_ids` in their order.
+
+    Args:
+        logprobs: fp32 [rows, vocab].
+        targets: int64 [rows], the actual tokens.
+        token_ids: what every row holds.
+    """
+    asked = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)
+    ids = torch.cat([targets.unsqueeze(1), asked.expand(len(targets), -1)], dim=1)
+    values = logprobs.gather(1, ids)
+    return RowTensors(ids, values, _ranks_among(logprobs, values))
+
+
+def _ranks_among(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the ranks of `values` [rows, columns] of their own rows, whichever way is quicker."""
+    if values.shape[1] <= _MAX_COUNTED:
+        greater = torch.empty_like(logprobs)
+        counts = [
+            torch.gt(logprobs, column, out=greater).sum(dim=1, keepdim=True)
+            for column in torch.split(values, 1, dim=1)
+        ]
+        return torch.cat(counts, dim=1).to(torch.int64) + 1
+    ascending = torch.sort(logprobs, dim=1).values
+    not_greater = torch.searchsorted(ascending, values, right=True)
+    return logprobs.shape[1] - not_greater + 1
 
 
 def top_k(logprobs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

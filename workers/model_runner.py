@@ -35,7 +35,14 @@ from workers.attention import AttentionBatch, use_batch
 from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
 from workers.loader import LoadedModel
-from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows, top_1
+from workers.logprobs import (
+    has_nan,
+    log_softmax,
+    rows_per_slice,
+    select_rows,
+    select_token_rows,
+    top_1,
+)
 from workers.sampler import Draw, TokenCounts, sample
 
 _LOGITS_BUDGET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
@@ -102,7 +109,9 @@ class _RowsDue:
 
     work: _Work
     num_logprobs: int
-    """k"""
+    """Columns beside the actual token's."""
+    token_ids: tuple[int, ...] | None
+    """What those columns hold; None for the most likely tokens."""
     hidden_rows: IntArray
     """Rows of the flattened batch."""
     targets: IntArray
@@ -193,7 +202,7 @@ class ModelRunner:
         if tracked is None:
             raise InvalidRequest(f"request {chunk.request_id!r} is not known to this worker")
         table = np.concatenate([tracked.block_table, chunk.new_block_ids])
-        span = Span(first_row, chunk.start, len(chunk.token_ids), table)
+        span = Span(first_row, chunk.start, len(chunk.token_ids), table, chunk.first_new_position)
         vocab, cache = self._model.vocab_size, self._cache
         rows = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
         checks = {
@@ -270,9 +279,10 @@ class ModelRunner:
                 first = work.span.first_row + work.chunk.first_row_position - work.span.start
                 targets = work.chunk.row_target_ids
                 hidden_rows = first + np.arange(len(targets), dtype=np.int32)
-                due.append(_RowsDue(work, k, hidden_rows, targets))
-        # Rows of equal width are then neighbours, and are selected together.
-        due.sort(key=lambda rows: rows.num_logprobs)
+                token_ids = work.tracked.new.sampling_params.prompt_logprob_token_ids
+                due.append(_RowsDue(work, k, token_ids, hidden_rows, targets))
+        # Rows with the same columns are then neighbours, and are selected together.
+        due.sort(key=_columns)
         for piece in _slices(due, self._rows_per_slice):
             logits = self._logits(hidden, np.concatenate([rows.hidden_rows for rows in piece]))
             logprobs = log_softmax(logits)
@@ -285,13 +295,16 @@ class ModelRunner:
         """Yield the rows of each request in a slice, failing those that met NaN."""
         first = 0
         spoilt = has_nan(logprobs).cpu().numpy()
-        for k, group in itertools.groupby(piece, key=lambda rows: rows.num_logprobs):
+        for _, group in itertools.groupby(piece, key=_columns):
             members = list(group)
             targets = np.concatenate([rows.targets for rows in members]).astype(np.int64)
             end = first + len(targets)
-            found = select_rows(
-                logprobs[first:end], torch.from_numpy(targets).to(logprobs.device), k
-            ).to_host()
+            actual = torch.from_numpy(targets).to(logprobs.device)
+            k, token_ids = members[0].num_logprobs, members[0].token_ids
+            if token_ids is None:
+                found = select_rows(logprobs[first:end], actual, k).to_host()
+            else:
+                found = select_token_rows(logprobs[first:end], actual, token_ids).to_host()
             offset = 0
             for rows in members:
                 own = slice(offset, offset + len(rows.targets))
@@ -349,6 +362,10 @@ class ModelRunner:
             found = select_rows(logprobs.index_select(0, index), targets, k).to_host()
             for i, (_, work, _) in enumerate(members):
                 work.sampled_logprobs = found[i : i + 1]
+
+
+def _columns(rows: _RowsDue) -> tuple[int, tuple[int, ...]]:
+    return (rows.num_logprobs, rows.token_ids or ())
 
 
 def _within(ids: IntArray, limit: int) -> bool:

@@ -124,6 +124,7 @@ def words(action: AnyAction) -> str:
             chunks = [
                 f"{c.request_id}[{c.start}:{c.start + len(c.token_ids)}]"
                 + (f" rows={len(c.row_target_ids)}" if len(c.row_target_ids) else "")
+                + (f" keeps {c.first_new_position}" if c.first_new_position > c.start else "")
                 + (" sample" if c.sample else "")
                 + (" new" if c.new else "")
                 for c in output.chunks

@@ -102,6 +102,42 @@ def test_token_ids_in_parameters_are_checked_against_the_vocabulary(name: str) -
         accept(5, **{name: value})
 
 
+@pytest.mark.parametrize("start", range(7))
+def test_a_first_row_beyond_the_prompt_is_refused(start: int) -> None:
+    """At its very end it is legal, and asks for no row."""
+    if start <= 5:
+        (request,) = accept(5, prompt_logprobs=1, prompt_logprobs_start=start)
+        assert request.num_rows_missing == min(5 - start, 4)
+    else:
+        with pytest.raises(InvalidRequest, match="from 0 to 5") as caught:
+            accept(5, prompt_logprobs=1, prompt_logprobs_start=start)
+        assert caught.value.details["param"] == "prompt_logprobs_start"
+
+
+def test_token_ids_of_rows_count_as_their_columns() -> None:
+    (request,) = accept(5, prompt_logprob_token_ids=[4, 2, 49])
+    assert request.prompt_logprobs is not None
+    assert request.prompt_logprobs.num_logprobs == 3
+    with pytest.raises(InvalidRequest, match="prompt_logprob_token_ids holds 50"):
+        accept(5, prompt_logprob_token_ids=[4, 50])
+    config = SchedulerConfig(vocab_size=50, max_logprobs=2)
+    params = SamplingParams(prompt_logprob_token_ids=(1, 2, 3))
+    with pytest.raises(InvalidRequest, match=r"prompt_logprob_token_ids.*max_logprobs"):
+        policy.accept(Submission("a", int_array([1]), params, 0), config, 100, "")
+
+
+def test_only_rows_that_are_asked_for_have_to_fit_in_memory() -> None:
+    config = SchedulerConfig(vocab_size=50, max_model_len=40, max_rows_bytes=51 * 12 * 10)
+    for start in (10, 9):
+        params = SamplingParams(prompt_logprobs=-1, prompt_logprobs_start=start, max_tokens=0)
+        submission = Submission("a", int_array([1] * 20), params, 0)
+        if start == 10:
+            policy.accept(submission, config, 100, "")
+        else:
+            with pytest.raises(RequestTooLarge, match="max_rows_bytes"):
+                policy.accept(submission, config, 100, "")
+
+
 def test_rows_that_would_not_fit_in_memory_are_refused() -> None:
     config = SchedulerConfig(vocab_size=50, max_model_len=40, max_rows_bytes=51 * 12 * 10)
     params = SamplingParams(prompt_logprobs=-1, max_tokens=0)
