@@ -41,7 +41,6 @@ def begin_drain(core: Core, worker: WorkerView, deadline_s: float) -> None:
         worker.drain_started_s = core.now_s
         worker.drain_deadline_s = deadline_s
         core.draining[worker.id] = worker
-        core.touch(worker)
         for live in list(worker.incoming.values()):
             abandon_migration(core, live)
     else:

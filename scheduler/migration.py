@@ -34,7 +34,6 @@ def start_migration(core: Core, live: LiveRequest, target: WorkerView, reason: s
     live.migration = Migration(target, block_ids, reason, num_copied_blocks=len(cached))
     live.migrate_to = None
     target.incoming[live.id] = live
-    core.touch(target)
     if live.worker is not None:
         core.touch(live.worker)
     advance_migration(core, live)
@@ -66,8 +65,6 @@ def take_copy(core: Core, op: StoreOp, num_copied_blocks: int) -> None:
     if live is None or migration is None or migration.op_id != op.op_id:
         return
     migration.op_id = None
-    if live.worker is not None:
-        core.touch(live.worker)
     core.stats.num_migrated_blocks += num_copied_blocks
     core.stats.num_migrated_bytes += num_copied_blocks * op.worker.info.block_bytes
     if num_copied_blocks < op.num_blocks:

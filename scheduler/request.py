@@ -187,6 +187,8 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def num_rows_missing(self) -> int:
+        if self.prompt_logprobs is None or not self.is_prefilling:
+            return 0
         return self.num_prompt_rows_at(self.num_prompt_tokens) - self.num_prompt_rows_at(
             self.num_computed_tokens
         )

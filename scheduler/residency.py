@@ -71,8 +71,6 @@ def run(core: Core, live: LiveRequest, why: str) -> None:
     if is_fresh:
         live.request.stats.num_cached_tokens = live.next_position
     live.move_to(RequestStatus.RUNNING, core.now_s, why)
-    if live.worker is not None:
-        core.touch(live.worker)
 
 
 def load(core: Core, live: LiveRequest, worker: WorkerView, num_hit_blocks: int) -> None:

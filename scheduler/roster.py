@@ -44,11 +44,10 @@ def load_of(worker: WorkerView) -> Load:
     num_pending_tokens = num_active = 0
     last_rank = _NOBODY
     for live in worker.residents.values():
-        request = live.request
-        if request.status is RequestStatus.SAVING:
+        if live.request.status is RequestStatus.SAVING:
             continue
         num_active += 1
-        pending = request.num_tokens - live.num_kv_tokens
+        pending = live.num_pending_tokens
         if pending > 0:
             num_pending_tokens += pending
         if live.rank > last_rank:
