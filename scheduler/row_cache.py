@@ -104,8 +104,9 @@ class RowCache:
         while self._num_bytes > self._capacity_bytes:
             _, dropped = self._entries.popitem(last=False)
             self._num_bytes -= _entry_bytes(dropped)
-        bits = np.ascontiguousarray(rows.logprobs).view(np.int32)
-        self._entries[key] = np.stack([rows.token_ids, bits, rows.ranks])
+        entry = np.empty((3, *rows.token_ids.shape), np.int32)
+        entry[0], entry[1], entry[2] = rows.token_ids, rows.logprobs.view(np.int32), rows.ranks
+        self._entries[key] = entry
 
     def validate(self) -> None:
         """Raise `InvariantViolation` where the bytes are miscounted or beyond the budget."""

@@ -85,12 +85,19 @@ def keep_rows(core: Core, live: LiveRequest, num_computed_before: int) -> None:
     if first >= end:
         return
     hashes, columns = live.block_hashes(end), _columns(live)
-    for block in reversed(range(first, end)):
-        start_index = max(block * block_size, 1)
-        start = start_index - request.first_row_index
-        if start >= 0 and not cache.has(hashes[block], columns):
-            end_index = (block + 1) * block_size
-            cache.put(hashes[block], columns, held.rows(start, start + end_index - start_index))
+    first_held = request.first_row_index
+    missing = [
+        block
+        for block in range(first, end)
+        if max(block * block_size, 1) >= first_held and not cache.has(hashes[block], columns)
+    ]
+    if not missing:
+        return
+    first_index = max(missing[0] * block_size, 1)
+    rows = held.rows(first_index - first_held, end * block_size - first_held)
+    for block in reversed(missing):
+        start = max(block * block_size, 1) - first_index
+        cache.put(hashes[block], columns, rows[start : (block + 1) * block_size - first_index])
 
 
 def _may_read(core: Core, live: LiveRequest) -> bool:
