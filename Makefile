@@ -24,7 +24,7 @@ help:
 	@echo "make demo        score and generate on the default model, twice, and compare"
 	@echo "make test        the whole test suite (make test-quick: without the slow ones)"
 	@echo "make check       ruff and mypy"
-	@echo "make bench       throughput beside transformers; ends in one JSON line"
+	@echo "make bench       throughput beside vLLM and transformers (PEERS=\"transformers\" picks)"
 	@echo "make clean       remove caches and build outputs (not .venv)"
 
 install: $(STAMP)
@@ -44,11 +44,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m cluster.demo
 
+# Two processes: tests that start Ray stay together in one, the others share the rest of the time.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2
+
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-quick: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: install
 	$(BIN)/ruff check .
@@ -56,8 +59,8 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python -m bench.score
+	$(BIN)/python -m bench.throughput $(if $(PEERS),--peers "$(PEERS)") $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.bench-venvs/*' -prune -exec rm -rf {} +

@@ -33,7 +33,7 @@ from rich.console import Console
 from bench.inputs import Inputs, Prompts
 from cluster import Client, SamplingParams
 from cluster.config import EngineConfig
-from cluster.launch import worker_environment
+from cluster.launch import worker_variables
 from scheduler.codec import int_array
 from scheduler.messages import LAST_SAMPLED, Chunk, NewRequest, SchedulerOutput
 from workers.model_store import DEFAULT_MODEL
@@ -161,7 +161,7 @@ class BareLoop:
         context = multiprocessing.get_context("spawn")
         self._line, theirs = context.Pipe()
         before = dict(os.environ)
-        os.environ.update(worker_environment(num_threads))
+        os.environ.update(worker_variables(num_threads))
         try:
             self._process = context.Process(
                 target=_serve_bare, args=(model, num_threads, theirs), daemon=True

@@ -3,6 +3,7 @@
 from cluster.client import Client, submit
 from cluster.config import EngineConfig
 from cluster.handle import RequestHandle
+from cluster.scoring import Score, ScoringParams
 from scheduler.errors import (
     CannotMigrate,
     DeadlineExceeded,
@@ -45,6 +46,8 @@ __all__ = [
     "RequestOutput",
     "RequestTooLarge",
     "SamplingParams",
+    "Score",
+    "ScoringParams",
     "StartupFailed",
     "UnknownRequest",
     "UnknownWorker",

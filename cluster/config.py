@@ -36,8 +36,9 @@ from scheduler.errors import InvalidConfig
 from scheduler.messages import WorkerInfo
 
 ENV_PREFIX = "HAVERSACK_"
-OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE"})
-"""Variables with our prefix that are no engine settings: where converted models are kept."""
+OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE", "HAVERSACK_BENCH_VENVS"})
+"""Variables with our prefix that are no engine settings: where converted models are kept, and the
+environments of the benchmark's peers."""
 
 GIB = 2**30
 SAVE_SEGMENT_TOKENS = 512
@@ -104,6 +105,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest k of `logprobs` and `prompt_logprobs` a request may ask for; -1 is the vocabulary."""
     max_rows_bytes: int = 4 * GIB
     """Largest size of one request's logprob rows; larger ones are refused at submission."""
+    row_cache_bytes: int = 256 * 2**20
+    """Prompt rows that the scheduler keeps for requests with the same prefix; 0 keeps none."""
     max_queued_requests: int = 20_000
     """Waiting requests, beyond which new ones are refused with `Overloaded`."""
     max_queued_tokens: int = 50_000_000
@@ -196,6 +199,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             save_segment_tokens=self._save_segment_tokens(),
             enable_migration=self.enable_migration,
             enable_journal=self.journal_path is not None,
+            row_cache_bytes=self.row_cache_bytes,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
             max_logprobs=self.max_logprobs,
@@ -232,6 +236,7 @@ RULES: dict[str, Rule] = {
     "result_ttl_s": number(0.0),
     "max_logprobs": whole(-1),
     "max_rows_bytes": size(1),
+    "row_cache_bytes": size(0),
     "max_queued_requests": whole(1),
     "max_queued_tokens": whole(1),
     "client_grace_s": number(0.0, exclusive=True),

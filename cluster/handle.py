@@ -26,6 +26,7 @@ from scheduler.messages import OutputDelta, Submission
 from scheduler.outputs import (
     CompletionDelta,
     CompletionOutput,
+    DecodeToken,
     PromptLogprobsView,
     RequestOutput,
     SampleLogprobsView,
@@ -62,6 +63,7 @@ class RequestHandle:
         self._tell_cancel = cancel
         self._changed = threading.Condition()
         self._listeners: set[Callable[[], None]] = set()
+        self._done_callbacks: list[Callable[[], object]] = []
         params = submission.sampling_params
         self._completions = [_Completion(i, params, table) for i in range(params.n)]
         self._prompt_logprobs: Logprobs | None = None
@@ -119,6 +121,19 @@ class RequestHandle:
             while not self._is_done:
                 await listener.wait()
         return self.result(0)
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Have something called once when the request is over; at once where it is already.
+
+        Args:
+            callback: called by whichever thread ends the handle: it must be quick, and raise and
+                wait for nothing.
+        """
+        with self._changed:
+            if not self._is_done:
+                self._done_callbacks.append(callback)
+                return
+        callback()
 
     def stream(self) -> DeltaStream:
         """Return a new stream of what becomes visible, from the beginning."""
@@ -192,6 +207,10 @@ class RequestHandle:
         self._changed.notify_all()
         for listener in list(self._listeners):
             listener()
+        if self._is_done:
+            callbacks, self._done_callbacks = self._done_callbacks, []
+            for callback in callbacks:
+                callback()
 
     # -------------------------------------------------------------------------- what goes out
 
@@ -204,12 +223,16 @@ class RequestHandle:
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self.submission.prompt_token_ids.tolist(),
-            prompt_logprobs=PromptLogprobsView(rows, decode) if rows is not None else None,
+            prompt_logprobs=self._prompt_view(rows, decode) if rows is not None else None,
             outputs=[completion.output(decode) for completion in self._completions],
             finished=True,
             num_cached_tokens=self._stats.num_cached_tokens if self._stats else None,
             stats=self._stats,
         )
+
+    def _prompt_view(self, rows: Logprobs, decode: DecodeToken | None) -> PromptLogprobsView:
+        start = self.submission.sampling_params.prompt_logprobs_start
+        return PromptLogprobsView(rows, decode, max(start, 1))
 
     def _next_delta(self, cursors: list[_Cursor]) -> CompletionDelta | None:
         """Return what is visible past the cursors, and move them; None where nothing is.
@@ -236,7 +259,7 @@ class RequestHandle:
                 text=text,
                 token_ids=token_ids,
                 logprobs=SampleLogprobsView(logprobs, decode) if logprobs is not None else None,
-                prompt_logprobs=PromptLogprobsView(rows, decode) if rows and has_rows else None,
+                prompt_logprobs=self._prompt_view(rows, decode) if rows and has_rows else None,
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
             )

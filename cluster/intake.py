@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cluster.connection import Connection
 from cluster.detokenizer import TokenTable
 from cluster.handle import RequestHandle
 from cluster.prompts import Prompt, check_arguments, parse_prompt, seed_for
-from scheduler.errors import InvalidRequest
+from scheduler.errors import InvalidRequest, ModelNotFound
 from scheduler.messages import Submission
 from scheduler.sampling_params import SamplingParams
 from workers.model_store import load_tokenizer
@@ -109,6 +109,13 @@ class Intake:
         """
         table = self._token_table() if submission.sampling_params.detokenize else None
         return RequestHandle(submission, text, table, self._connection.tell_cancel)
+
+    def token_text(self) -> Callable[[int], str] | None:
+        """Return what gives a token's own text; None where the model comes without a tokenizer."""
+        try:
+            return self._token_table().token_text
+        except ModelNotFound:
+            return None
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text).input_ids)

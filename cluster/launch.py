@@ -175,7 +175,7 @@ def engine_spec(
         worker_options={
             "num_cpus": config.cpus_per_worker,
             "num_gpus": num_gpus,
-            "runtime_env": {"env_vars": worker_environment(num_threads)},
+            "runtime_env": {"env_vars": worker_variables(num_threads)},
         },
         worker_settings={
             "device": "cuda" if num_gpus else "cpu",
@@ -216,8 +216,8 @@ def engine_spec(
     return spec, fleet
 
 
-def worker_environment(num_threads: int) -> dict[str, str]:
-    """Return variables that have to be set before a process that computes on CPU starts."""
+def worker_variables(num_threads: int) -> dict[str, str]:
+    """Return the environment variables that a worker with so many threads has to start with."""
     return {"GLIBC_TUNABLES": _MALLOC, "OMP_NUM_THREADS": str(num_threads)}
 
 

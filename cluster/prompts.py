@@ -51,7 +51,7 @@ def parse_prompt(
             raise _refusal(f'a prompt has one of "prompt" and "prompt_token_ids", not {keys or 0}')
         prompt = prompt[keys.pop()]
     if isinstance(prompt, str):
-        if not _is_text(prompt):
+        if not is_text(prompt):
             raise _refusal("the prompt holds half of a character (a lone surrogate)")
         token_ids = tokenize(prompt) if prompt else []
         return _checked_ids(token_ids, vocab_size), prompt
@@ -102,7 +102,7 @@ def check_arguments(
             f"an integer from {-_MAX_PRIORITY} to {_MAX_PRIORITY}",
         ),
         "cache_salt": (
-            cache_salt is None or _is_text(cache_salt),
+            cache_salt is None or is_text(cache_salt),
             "a string of whole characters, or None",
         ),
         "timeout_s": (
@@ -126,7 +126,7 @@ def check_arguments(
 
 def check_request_id(request_id: Any) -> None:
     """Raise `InvalidRequest` where that can't be a request's id."""
-    if not _is_text(request_id) or request_id == "":
+    if not is_text(request_id) or request_id == "":
         raise InvalidRequest(
             f"request_id={request_id!r} is not allowed: give a non-empty string of whole "
             "characters",
@@ -141,7 +141,7 @@ def is_seconds(value: object, *, above_zero: bool = False) -> bool:
     return value > 0 if above_zero else value >= 0
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     """Whether it is a string that can be sent: JSON can carry halves of characters."""
     if not isinstance(value, str):
         return False

@@ -106,11 +106,11 @@ class RecordSubmitted(Action, frozen=True, eq=False):
 
 
 class RecordProgress(Action, frozen=True, eq=False):
-    """Append to the journal what a chunk brought."""
+    """Append to the journal what a chunk, or the row cache, brought."""
 
     request_id: str
     num_computed_tokens: int
-    """The request's count after the chunk."""
+    """The request's count after that."""
     rows: Logprobs | None
     sampled_token_id: int | None
     sampled_logprobs: Logprobs | None

@@ -38,6 +38,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether the core moves requests between workers by itself, to even out load and blocks."""
     enable_journal: bool = False
     """Whether there is a journal to write to."""
+    row_cache_bytes: int = 256 * 2**20
+    """Prompt rows kept for requests with the same prefix; 0 keeps none."""
     max_queued_requests: int = 20_000
     """Waiting requests, beyond which new ones are refused with `Overloaded`."""
     max_queued_tokens: int = 50_000_000

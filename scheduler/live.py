@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from offload_store.keys import HashChain
 from scheduler.block_pool import BlockPool
@@ -17,6 +18,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.transitions import change_status
 
 _STORY_LENGTH = 32
+_rank = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False)
@@ -28,12 +30,17 @@ class LiveRequest:
     hashes: HashChain
     """Hashes of the full blocks of its known tokens."""
     block_size: int
+    rank: tuple[int, int] = field(init=False)
+    """`Request.rank`, which never changes while it lives."""
     worker: WorkerView | None = None
     """Set exactly while it is LOADING, RUNNING or SAVING."""
     block_ids: list[int] = field(default_factory=list)
     """Its block table there; each id is one hold in the worker's pool."""
     num_kv_tokens: int = 0
     """Leading tokens whose KV is in those blocks."""
+    num_row_blocks: int = 0
+    """Leading blocks whose rows it holds, does not need, or can have from the row cache, as far as
+    was seen; they limit what it reads of others' KV."""
     num_registered_blocks: int = 0
     """Leading blocks that were offered to the worker's prefix cache."""
     num_sent_blocks: int = 0
@@ -73,6 +80,9 @@ class LiveRequest:
     is_prompt_emitted: bool = False
     _story: deque[str] = field(default_factory=lambda: deque(maxlen=_STORY_LENGTH))
 
+    def __post_init__(self) -> None:
+        self.rank = self.request.rank
+
     @property
     def id(self) -> str:
         return self.request.request_id
@@ -82,14 +92,23 @@ class LiveRequest:
         return self.request.status
 
     @property
-    def num_pending_tokens(self) -> int:
-        """Known tokens that its worker still has to compute."""
-        return self.request.num_tokens - self.num_kv_tokens
+    def next_position(self) -> int:
+        """Where its next chunk starts.
+
+        That is before the end of its KV where another's block supplied KV, but not all that is
+        needed of its last positions.
+        """
+        return min(self.num_kv_tokens, self.request.first_due_position())
 
     @property
-    def num_planned_kv_tokens(self) -> int:
-        """Leading tokens whose KV is there once all that is under way is computed."""
-        return self.in_flight[-1].end if self.in_flight else self.num_kv_tokens
+    def num_pending_tokens(self) -> int:
+        """Known tokens that its worker still has to compute."""
+        return self.request.num_tokens - self.next_position
+
+    @property
+    def planned_position(self) -> int:
+        """Where the chunk starts that follows those under way."""
+        return self.in_flight[-1].end if self.in_flight else self.next_position
 
     @property
     def num_planned_outputs(self) -> int:
@@ -100,12 +119,12 @@ class LiveRequest:
     def num_unplanned_tokens(self) -> int:
         """Tokens to compute next, those included that what is under way will bring."""
         num_tokens = self.request.num_prompt_tokens + self.num_planned_outputs
-        return num_tokens - self.num_planned_kv_tokens
+        return num_tokens - self.planned_position
 
     @property
     def is_decoding(self) -> bool:
         """Whether the next chunk is one token after the prompt."""
-        is_past_prompt = self.num_planned_kv_tokens >= self.request.num_prompt_tokens
+        is_past_prompt = self.planned_position >= self.request.num_prompt_tokens
         return is_past_prompt and self.num_unplanned_tokens == 1
 
     def move_to(self, status: RequestStatus, time_s: float, why: str) -> None:
@@ -114,7 +133,11 @@ class LiveRequest:
         Raises:
             InvalidTransition: with the story so far.
         """
+        before = self.request.status
         change_status(self.request, status, self._story)
+        if self.worker is not None:
+            saving = RequestStatus.SAVING
+            self.worker.num_saving += (status is saving) - (before is saving)
         self.tell(time_s, why)
 
     def tell(self, time_s: float, what: str) -> None:
@@ -182,12 +205,16 @@ class WorkerView:
 
     info: WorkerInfo
     pool: BlockPool
+    number: int = 0
+    """How many workers joined before it; settles ties."""
     residents: dict[str, LiveRequest] = field(default_factory=dict)
     """Requests that hold blocks here: LOADING, RUNNING or SAVING."""
-    decode_s: float | None = None
-    """Seconds that it took per token of each request in its latest step of nothing but decodes."""
+    num_saving: int = 0
+    """Those of them that are SAVING."""
     steps: deque[Step] = field(default_factory=deque)
     """Those under way, in the order in which they were sent, are computed and answered."""
+    decode_s: float | None = None
+    """Seconds that it took per token of each request in its latest step of nothing but decodes."""
     released_request_ids: list[str] = field(default_factory=list)
     """Requests that left since the last step, to be told with the next one."""
     has_refused_releases: bool = False
@@ -203,19 +230,23 @@ class WorkerView:
         return self.info.worker_id
 
     @property
+    def is_idle(self) -> bool:
+        return not self.steps
+
+    @property
     def is_draining(self) -> bool:
         return self.drain_deadline_s is not None
 
     @property
     def num_seats_taken(self) -> int:
         """Requests that compute here, will, or are on their way."""
-        staying = sum(1 for r in self.residents.values() if r.status is not RequestStatus.SAVING)
-        return staying + len(self.incoming)
+        return len(self.residents) - self.num_saving + len(self.incoming)
 
     def active(self) -> list[LiveRequest]:
         """Return the residents that compute or will, in order of service."""
-        found = [r for r in self.residents.values() if r.status is not RequestStatus.SAVING]
-        return sorted(found, key=lambda r: r.request.rank)
+        saving = RequestStatus.SAVING
+        found = [r for r in self.residents.values() if r.request.status is not saving]
+        return sorted(found, key=_rank)
 
     def num_leaving_blocks(self) -> int:
         """Blocks that come free without a further decision."""

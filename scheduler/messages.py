@@ -28,7 +28,8 @@ class NewRequest(msgspec.Struct, frozen=True, eq=False):
     seed: int
     num_prompt_tokens: int
     num_prompt_logprobs: int | None
-    """k of the prompt rows, -1 for all of the vocabulary, None for no rows."""
+    """Columns of a prompt row beside the actual token's, -1 for all of the vocabulary, None for no
+    rows; `sampling_params` say which ones."""
     stop_ids: tuple[int, ...]
     """Token ids that end the request once `min_tokens` tokens are generated, and can't be sampled
     before."""
@@ -43,7 +44,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     request_id: str
     start: int
-    """Position of the first token; KV of every earlier position is in the block table."""
+    """Position of the first token; KV of every earlier position is in the blocks."""
     token_ids: IntArray
     """int32 [tokens], or [LAST_SAMPLED] while an earlier step that brings the token is under way"""
     new_block_ids: IntArray
@@ -56,6 +57,9 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     """Whether to sample the token after the chunk's last one."""
     new: NewRequest | None = None
     """Present in the first chunk of a request on this worker."""
+    first_new_position: int = 0
+    """KV of earlier positions is in the blocks, which others may share: tokens of the chunk before
+    it are computed for their rows and samples only, and their KV is not touched."""
     max_more_tokens: int = 0
     """Tokens to sample beyond that one, each computed in its turn as if it had been sent, unless
     one ends the request; there are blocks for them."""
@@ -246,6 +250,11 @@ class SchedulerStats(msgspec.Struct):
     num_store_hit_tokens: int = 0
     num_cache_bypasses: int = 0
     """Admissions that could read no shared block."""
+    num_row_cache_hit_rows: int = 0
+    """Prompt rows that the row cache supplied."""
+    num_row_cache_blocks: int = 0
+    """Blocks whose rows it holds now, once for each kind of rows."""
+    num_row_cache_bytes: int = 0
     num_saved_blocks: int = 0
     """Blocks that the store holds after saves, already present ones included."""
     num_copied_blocks: int = 0

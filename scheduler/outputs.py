@@ -34,10 +34,17 @@ class Logprob(msgspec.Struct, frozen=True):
 class _LogprobsView(Sequence[Any]):
     """Rows as a sequence of dicts from token id to `Logprob`, each built when it is looked at."""
 
-    _num_leading_nones = 0
+    def __init__(
+        self, arrays: Logprobs, decode: DecodeToken | None = None, num_leading_nones: int = 0
+    ) -> None:
+        """Show `arrays` after some positions without a row.
 
-    def __init__(self, arrays: Logprobs, decode: DecodeToken | None = None) -> None:
-        """Show `arrays`; `decode` gives a token's text, None leaves `decoded_token` empty."""
+        Args:
+            arrays: the rows.
+            decode: gives a token's text; None leaves `decoded_token` empty.
+            num_leading_nones: positions before the first row.
+        """
+        self._num_leading_nones = num_leading_nones
         self._arrays = arrays
         self._decode = decode
 
@@ -62,7 +69,11 @@ class _LogprobsView(Sequence[Any]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, _LogprobsView):
-            return type(self) is type(other) and self._arrays.same_bits(other._arrays)
+            return (
+                type(self) is type(other)
+                and self._num_leading_nones == other._num_leading_nones
+                and self._arrays.same_bits(other._arrays)
+            )
         if isinstance(other, list):
             return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
         return NotImplemented
@@ -94,11 +105,16 @@ class _LogprobsView(Sequence[Any]):
 class PromptLogprobsView(_LogprobsView):
     """Logprobs of a prompt of N tokens: N entries, the first is None.
 
-    Entry i maps the actual token i first, then the k most likely ones, to their `Logprob`; it has
-    k entries where the actual token is among the k, else k + 1.
+    Entry i maps the actual token i first, then the k most likely ones (or those that
+    `prompt_logprob_token_ids` names), to their `Logprob`; it has k entries where the actual token
+    is among the k, else k + 1. Entries before `prompt_logprobs_start` are None.
     """
 
-    _num_leading_nones = 1
+    def __init__(
+        self, arrays: Logprobs, decode: DecodeToken | None = None, first_row_index: int = 1
+    ) -> None:
+        """Show rows that stand for prompt indices from `first_row_index` on."""
+        super().__init__(arrays, decode, first_row_index)
 
     @overload
     def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...

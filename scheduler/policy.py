@@ -5,7 +5,6 @@ long a chunk, when to stop. They look at state and change none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,11 +14,12 @@ from scheduler.errors import InvalidRequest, RequestTooLarge
 from scheduler.live import LiveRequest, Step, WorkerView
 from scheduler.logprobs import LogprobRows
 from scheduler.messages import SchedulerStats, Submission
-from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.request import FinishReason, ReadLimits, Request, RequestStatus
 from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
 from scheduler.submissions import make_requests
 
 _BYTES_PER_LOGPROB = 12  # token id, logprob and rank, 4 bytes each
+_TOKEN_IDS = "prompt_logprob_token_ids"
 
 
 # ------------------------------------------------------------------------------ submission
@@ -45,8 +45,9 @@ def accept(
     params = submission.sampling_params
     prompt = _checked_prompt(submission, config)
     _check_token_ids_in_params(params, config)
-    for name in ("logprobs", "prompt_logprobs"):
-        _check_num_logprobs(name, getattr(params, name), config)
+    _check_num_logprobs("logprobs", params.logprobs, config)
+    name = "prompt_logprobs" if params.prompt_logprob_token_ids is None else _TOKEN_IDS
+    _check_num_logprobs(name, params.num_prompt_logprobs, config)
 
     num_prompt_tokens = len(prompt)
     pool_tokens = num_blocks * config.block_size
@@ -79,8 +80,8 @@ def accept(
         request.max_tokens = max_tokens
         request.eos_token_ids = config.eos_token_ids
         own = request.sampling_params
-        if own.prompt_logprobs is not None:
-            request.prompt_logprobs = LogprobRows(num_logprobs(own.prompt_logprobs, config))
+        if own.num_prompt_logprobs is not None:
+            request.prompt_logprobs = LogprobRows(num_logprobs(own.num_prompt_logprobs, config))
         if own.logprobs is not None:
             request.output_logprobs = LogprobRows(num_logprobs(own.logprobs, config))
     return requests
@@ -102,6 +103,13 @@ def _checked_prompt(submission: Submission, config: SchedulerConfig) -> IntArray
             f"{config.vocab_size - 1}",
             param="prompt",
         )
+    start = submission.sampling_params.prompt_logprobs_start
+    if start > len(prompt):
+        raise InvalidRequest(
+            f"prompt_logprobs_start={start} is not allowed: the prompt has {len(prompt)} tokens, "
+            f"so give an index from 0 to {len(prompt)} (for no row at all)",
+            param="prompt_logprobs_start",
+        )
     if submission.timeout_s is not None and not submission.timeout_s > 0:
         raise InvalidRequest(
             f"timeout_s={submission.timeout_s!r} is not allowed: give seconds > 0, or None",
@@ -117,7 +125,7 @@ def _checked_prompt(submission: Submission, config: SchedulerConfig) -> IntArray
 
 
 def _check_token_ids_in_params(params: SamplingParams, config: SchedulerConfig) -> None:
-    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", _TOKEN_IDS):
         for token in getattr(params, name) or ():
             if not 0 <= token < config.vocab_size:
                 raise InvalidRequest(
@@ -142,7 +150,8 @@ def _check_rows_size(
     params: SamplingParams, num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig
 ) -> None:
     num_bytes = 0
-    for k, rows in ((params.prompt_logprobs, num_prompt_tokens), (params.logprobs, max_tokens)):
+    num_prompt_rows = num_prompt_tokens - params.prompt_logprobs_start
+    for k, rows in ((params.num_prompt_logprobs, num_prompt_rows), (params.logprobs, max_tokens)):
         if k is not None:
             num_bytes += rows * row_bytes(k, config)
     if num_bytes > config.max_rows_bytes:
@@ -185,15 +194,6 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A worker that can take a request now."""
-
-    worker: WorkerView
-    cached_block_ids: list[int]
-    """Leading blocks that its prefix cache supplies."""
-
-
 def fits(request: Request, worker: WorkerView) -> bool:
     """Whether the worker's whole pool could hold the request at its largest."""
     return request.max_kv_tokens <= worker.pool.num_blocks * worker.pool.block_size
@@ -204,45 +204,24 @@ def is_open_to(request: Request, worker: WorkerView) -> bool:
     return not worker.is_draining and fits(request, worker)
 
 
-def choose_worker(
-    live: LiveRequest, workers: Iterable[WorkerView], config: SchedulerConfig
-) -> Placement | None:
-    """Return where to put a waiting request, or None while no worker has room.
+def read_limits(live: LiveRequest) -> ReadLimits:
+    """How much caches may supply to the request, given the rows that it can have."""
+    num_row_tokens = live.num_row_blocks * live.block_size
+    return live.request.num_readable_tokens(live.block_size, num_row_tokens)
 
-    A worker has room if a place and the blocks for all known tokens are free, and less work stands
-    before the request than the steps take that it may be sent. Unless the worker is empty, one
-    block per running request stays free too, so that a readmitted request is not evicted again at
-    their next step. A worker that is about to compute the block that the request lacks next has
-    room once it has done so. Among those with room the one that would be done first wins: the
-    fewest tokens before the request plus the fewest of its own that are not cached there; unless an
-    operator has named one.
-    """
-    request = live.request
-    best: tuple[tuple[bool, int, int], Placement] | None = None
-    for worker in workers:
-        if worker.num_seats_taken >= config.max_num_seqs or not is_open_to(request, worker):
-            continue
-        active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
-        before = sum(max(r.num_pending_tokens, 0) for r in active if r.request.rank < request.rank)
-        if before >= config.max_num_batched_tokens * config.max_steps_in_flight:
-            continue
-        cached = cached_blocks(live, worker)
-        if is_prefix_coming(live, worker, len(cached)):
-            continue
-        if num_blocks_to_take(live, worker, cached) + len(active) > worker.pool.num_free:
-            continue
-        cost = before + request.num_tokens - len(cached) * config.block_size
-        key = (live.migrate_to not in (None, worker.id), cost, len(active))
-        if best is None or key < best[0]:
-            best = (key, Placement(worker, cached))
-    return best[1] if best else None
+
+def readable_hashes(live: LiveRequest) -> list[bytes]:
+    """Hashes of the leading blocks that another's cache may supply to the request."""
+    if live.request.sampling_params.skips_reading_prefix_cache:
+        return []
+    return live.block_hashes(read_limits(live).shared // live.block_size)
 
 
 def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
     """Ids of the leading blocks that the worker's prefix cache may supply to the request."""
-    limit = live.request.num_readable_tokens.shared
+    limit = read_limits(live).shared
     return worker.pool.lookup(
-        live.block_hashes(limit // worker.pool.block_size),
+        readable_hashes(live),
         num_readable_tokens=limit,
         skip_reading_prefix_cache=live.request.sampling_params.skips_reading_prefix_cache,
     )
@@ -255,12 +234,12 @@ def is_prefix_coming(live: LiveRequest, worker: WorkerView, num_cached: int) -> 
     """
     end = (num_cached + 1) * live.block_size
     skips = live.request.sampling_params.skips_reading_prefix_cache
-    if skips or not worker.pool.is_caching or live.request.num_readable_tokens.shared < end:
+    if skips or not worker.pool.is_caching or read_limits(live).shared < end:
         return False
     missing = live.block_hashes(num_cached + 1)[num_cached]
     return any(
         other.num_kv_tokens < end <= other.request.num_prompt_tokens
-        and other.request.rank < live.request.rank
+        and other.rank < live.rank
         and other.status in (RequestStatus.LOADING, RequestStatus.RUNNING)
         and other.block_hashes(num_cached + 1)[num_cached] == missing
         for other in worker.residents.values()
@@ -445,6 +424,19 @@ def choose_suspects(running: Sequence[LiveRequest]) -> list[LiveRequest]:
     return chosen[: max(limit, 1)]
 
 
+def in_step_order(running: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Return who goes first in a step: those that have to leave, then decodes, then prefills."""
+    leaving, decoding, prefilling = [], [], []
+    for live in running:
+        if live.is_evict_wanted:
+            leaving.append(live)
+        elif live.is_decoding:
+            decoding.append(live)
+        else:
+            prefilling.append(live)
+    return leaving + decoding + prefilling
+
+
 # ----------------------------------------------------------------------------- progress
 
 
@@ -463,7 +455,7 @@ def may_be_planned(live: LiveRequest, worker: WorkerView) -> bool:
     if live.is_evict_wanted or live.batch_limit is not None or live.in_flight[-1].is_void:
         return False
     is_at_end = live.num_planned_outputs >= request.max_tokens
-    return live.num_planned_kv_tokens < request.num_prompt_tokens or not is_at_end
+    return live.planned_position < request.num_prompt_tokens or not is_at_end
 
 
 def is_worth_sending(
@@ -481,14 +473,13 @@ def is_worth_sending(
 
 def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> int:
     """Position before which the request's next chunk ends, within the budgets of the step."""
-    request, start = live.request, live.num_planned_kv_tokens
+    request, start = live.request, live.planned_position
     end = start + min(token_budget, live.num_unplanned_tokens)
-    k = request.sampling_params.prompt_logprobs
-    if k is None or end <= request.num_computed_tokens:
+    k = request.sampling_params.num_prompt_logprobs
+    if k is None or not request.num_rows_missing:
         return end
     max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
-    first_row = max(start, request.num_computed_tokens)
-    return min(end, first_row + max_rows) if first_row < request.num_prompt_tokens else end
+    return min(end, request.row_position(start) + max_rows)
 
 
 _MAX_DECODE_AHEAD_S = 0.1

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from scheduler.codec import IntArray, decode, encode
+from scheduler.codec import IntArray, decode, encode, id_array
 from scheduler.errors import InvariantViolation, WireError
 from scheduler.logprobs import LogprobRows, Logprobs
 from scheduler.sampling_params import SamplingParams
@@ -105,7 +105,7 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     num_computed_tokens: int = 0
     """Tokens whose results the request holds; only `advance` changes it."""
     prompt_logprobs: LogprobRows | None = None
-    """Rows for prompt indices 1..; None where they are not asked for."""
+    """Rows for prompt indices from `first_row_index` on; None where none are asked for."""
     output_token_ids: list[int] = msgspec.field(default_factory=list)
     output_logprobs: LogprobRows | None = None
     """One row per output token; None where they are not asked for."""
@@ -117,17 +117,17 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        return int(self.prompt_token_ids.shape[0])
+        return len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
-        return self.num_prompt_tokens + len(self.output_token_ids)
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def is_prefilling(self) -> bool:
         """Whether part of the prompt has not been computed yet."""
-        return self.num_computed_tokens < self.num_prompt_tokens
+        return self.num_computed_tokens < len(self.prompt_token_ids)
 
     @property
     def max_kv_tokens(self) -> int:
@@ -140,20 +140,39 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
         return (self.priority, self.arrival)
 
     @property
-    def num_readable_tokens(self) -> ReadLimits:
-        """How much a cache may supply: never a position whose row is still missing.
+    def first_row_index(self) -> int:
+        """First prompt index whose row is asked for; index 0 has none."""
+        return max(self.sampling_params.prompt_logprobs_start, 1)
 
-        The request can always read its own progress back. Another's blocks carry KV but no rows,
-        so they serve positions for which rows are held or not wanted, and none at all where the
-        request skips reading. One token is always left to compute, for its logits.
+    def first_due_position(self, num_row_tokens: int = 0) -> int:
+        """First position that has to be computed, for a missing row or else for its logits.
+
+        Args:
+            num_row_tokens: leading prompt indices whose rows can be had without computing them.
         """
-        last = self.num_tokens - 1
-        own = min(self.num_computed_tokens, last)
+        if self.num_rows_missing:
+            position = max(self.row_position(0), num_row_tokens - 1)
+            if position < self.num_prompt_tokens - 1:
+                return position
+        return self.num_tokens - 1
+
+    def num_readable_tokens(self, block_size: int, num_row_tokens: int = 0) -> ReadLimits:
+        """How much KV a cache may supply: a hit must supply all that is needed of its positions.
+
+        The request can always read its own progress back. Another's KV serves it up to the first
+        position that is due, and to the end of the block that this position lies in: the due ones
+        in there are computed again without touching their KV. It serves none at all where the
+        request skips reading.
+
+        Args:
+            block_size: tokens per block; the limit on others' KV is a multiple of it.
+            num_row_tokens: leading prompt indices whose rows come with the KV.
+        """
+        own = min(self.num_computed_tokens, self.num_tokens - 1)
         if self.sampling_params.skips_reading_prefix_cache:
             return ReadLimits(0, own)
-        if self.prompt_logprobs is not None and self.num_rows_missing:
-            return ReadLimits(own, own)
-        return ReadLimits(last, own)
+        num_blocks = -(-self.first_due_position(num_row_tokens) // block_size)
+        return ReadLimits(min(num_blocks, self.num_tokens // block_size) * block_size, own)
 
     def num_prompt_rows_at(self, num_computed_tokens: int) -> int:
         """Prompt rows that are held once so many tokens are computed.
@@ -163,10 +182,13 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
         """
         if self.prompt_logprobs is None:
             return 0
-        return min(num_computed_tokens, self.num_prompt_tokens - 1)
+        last_index = min(num_computed_tokens, self.num_prompt_tokens - 1)
+        return max(last_index - self.first_row_index + 1, 0)
 
     @property
     def num_rows_missing(self) -> int:
+        if self.prompt_logprobs is None or not self.is_prefilling:
+            return 0
         return self.num_prompt_rows_at(self.num_prompt_tokens) - self.num_prompt_rows_at(
             self.num_computed_tokens
         )
@@ -174,20 +196,26 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     def token_ids(self, start: int, end: int) -> IntArray:
         """Return the known tokens at positions [start, end), int32."""
         n = self.num_prompt_tokens
-        prompt = self.prompt_token_ids[start : min(end, n)]
         if end <= n:
-            return prompt
-        output = self.output_token_ids[max(start - n, 0) : end - n]
-        return np.concatenate([prompt, np.asarray(output, dtype=np.int32)])
+            return self.prompt_token_ids[start:end]
+        output = id_array(self.output_token_ids[max(start - n, 0) : end - n])
+        return output if start >= n else np.concatenate([self.prompt_token_ids[start:], output])
 
     def row_target_ids(self, start: int, end: int) -> IntArray:
         """Return the tokens whose rows a chunk [start, end) must bring, int32 [rows].
 
-        Row j of the result belongs to position `max(start, num_computed_tokens) + j`.
+        Row j of the result belongs to position `row_position(start) + j`.
         """
         first = self.num_prompt_rows_at(max(start, self.num_computed_tokens))
         last = self.num_prompt_rows_at(end)
-        return self.prompt_token_ids[first + 1 : last + 1]
+        return self.prompt_token_ids[self.first_row_index :][first:last]
+
+    def row_position(self, start: int) -> int:
+        """First position from `start` on whose hidden state gives a row that is still missing.
+
+        Means something only where rows are missing.
+        """
+        return max(start, self.num_computed_tokens, self.first_row_index - 1)
 
     def advance(
         self,

@@ -16,24 +16,9 @@ from scheduler import policy
 from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
 from scheduler.core import Core
 from scheduler.live import LiveRequest, StoreOp, WorkerView
-from scheduler.policy import Placement
+from scheduler.placement import Placement
 from scheduler.request import RequestStatus
-
-
-def admit(core: Core) -> None:
-    """Place waiting requests in order until the head finds no room."""
-    while (live := core.head()) is not None:
-        placement = policy.choose_worker(live, core.workers.values(), core.config)
-        if placement is None:
-            choice = policy.choose_worker_to_clear(live, core.workers.values(), core.config)
-            if choice is None or not choice[1]:
-                return
-            for victim in choice[1]:
-                evict(core, victim, f"its place goes to {live.id}")
-            placement = policy.choose_worker(live, core.workers.values(), core.config)
-            if placement is None:
-                return
-        place(core, live, placement)
+from scheduler.row_reuse import bring_rows
 
 
 def place(core: Core, live: LiveRequest, placement: Placement) -> None:
@@ -48,8 +33,9 @@ def place(core: Core, live: LiveRequest, placement: Placement) -> None:
     live.num_kv_tokens = len(cached) * live.block_size
     live.num_registered_blocks = len(cached)
     worker.residents[live.id] = live
+    core.touch(worker)
 
-    limits = request.num_readable_tokens
+    limits = policy.read_limits(live)
     _count_query(core, live)
     num_asked = max(limits) // live.block_size
     if not core.config.enable_offload or num_asked <= len(cached):
@@ -71,7 +57,7 @@ def place(core: Core, live: LiveRequest, placement: Placement) -> None:
 
 
 def _count_query(core: Core, live: LiveRequest) -> None:
-    if live.request.num_readable_tokens.shared == 0:
+    if policy.read_limits(live).shared == 0:
         core.stats.num_cache_bypasses += 1
     elif core.config.enable_prefix_caching:
         core.stats.num_worker_cache_queries += 1
@@ -79,9 +65,11 @@ def _count_query(core: Core, live: LiveRequest) -> None:
 
 
 def run(core: Core, live: LiveRequest, why: str) -> None:
-    """Make a placed request computable."""
-    if not live.request.num_computed_tokens:
-        live.request.stats.num_cached_tokens = live.num_kv_tokens
+    """Make a placed request computable, with the rows that go with the KV it was given."""
+    is_fresh = not live.request.num_computed_tokens
+    bring_rows(core, live, live.num_kv_tokens // live.block_size)
+    if is_fresh:
+        live.request.stats.num_cached_tokens = live.next_position
     live.move_to(RequestStatus.RUNNING, core.now_s, why)
 
 
@@ -133,6 +121,7 @@ def evict(core: Core, live: LiveRequest, why: str, *, at_once: bool = False) -> 
     worker = live.worker
     if worker is None or live.status is RequestStatus.SAVING:
         return
+    core.touch(worker)
     abandon_migration(core, live)
     is_busy = bool(live.in_flight) or live.status is RequestStatus.LOADING
     if is_busy or not (live.has_progressed_here or at_once):
@@ -229,6 +218,7 @@ def leave_worker(core: Core, live: LiveRequest) -> None:
     worker = live.worker
     if worker is None:
         return
+    core.touch(worker)
     abandon_migration(core, live)
     op = core.ops.get(live.op_id) if live.op_id is not None else None
     if op is not None:
@@ -256,6 +246,9 @@ def abandon_migration(core: Core, live: LiveRequest) -> None:
     core.stats.num_migrations_failed += 1
     target = migration.target
     target.incoming.pop(live.id, None)
+    core.touch(target)
+    if live.worker is not None:
+        core.touch(live.worker)
     op = core.ops.get(migration.op_id) if migration.op_id is not None else None
     if op is not None:
         op.beneficiary = None

@@ -64,8 +64,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Alternatives per generated token; 0 gives the sampled token's own, -1 all of them."""
     prompt_logprobs: int | None = None
     """Alternatives per prompt token; 0 gives the actual token's own, -1 all of them."""
+    prompt_logprobs_start: int = 0
+    """First prompt index that needs a row, at most the prompt's length (which asks for none); 0 and
+    1 both are all rows, since index 0 has none. Entries before it are None."""
+    prompt_logprob_token_ids: tuple[int, ...] | None = None
+    """Prompt rows hold the actual token, then exactly these, in this order; `prompt_logprobs`, the
+    most likely ones, is None or 0 then, and reads as 0."""
     skip_reading_prefix_cache: bool | None = None
-    """Take no block from any prefix cache; None means "where prompt logprobs are asked for"."""
+    """Take nothing from any prefix cache; None is False."""
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -78,9 +84,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def skips_reading_prefix_cache(self) -> bool:
         """`skip_reading_prefix_cache` with its default filled in."""
-        if self.skip_reading_prefix_cache is None:
-            return self.prompt_logprobs is not None
-        return self.skip_reading_prefix_cache
+        return bool(self.skip_reading_prefix_cache)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Columns of a prompt row beside the actual token's; None where no rows are asked for.
+
+        -1 is all of the vocabulary.
+        """
+        if self.prompt_logprob_token_ids is not None:
+            return len(self.prompt_logprob_token_ids)
+        return self.prompt_logprobs
+
+    def without_prompt_logprobs(self) -> SamplingParams:
+        """Return the same parameters for a request that needs no prompt row."""
+        return msgspec.structs.replace(
+            self, prompt_logprobs=None, prompt_logprobs_start=0, prompt_logprob_token_ids=None
+        )
 
     @property
     def needs_token_history(self) -> bool:
@@ -102,6 +122,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.allowed_token_ids is not None:
             ids = _tuple_of(int, self.allowed_token_ids, "allowed_token_ids")
             self._set("allowed_token_ids", ids)
+        if self.prompt_logprob_token_ids is not None:
+            ids = _tuple_of(int, self.prompt_logprob_token_ids, "prompt_logprob_token_ids")
+            self._set("prompt_logprob_token_ids", ids)
+            if self.prompt_logprobs is None:
+                self._set("prompt_logprobs", 0)
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_bias(self.logit_bias))
         for name in (
@@ -122,6 +147,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _int_in("max_tokens", self.max_tokens, 0)
         _int_in("min_tokens", self.min_tokens, 0)
         _int_in("top_k", self.top_k, -1)
+        _int_in("prompt_logprobs_start", self.prompt_logprobs_start, 0)
         if self.seed is not None:
             _int_in("seed", self.seed, 0, SEED_LIMIT - 1)
         for name in ("logprobs", "prompt_logprobs"):
@@ -148,6 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("stop", list(self.stop), "no stop strings where detokenize=False")
         if self.allowed_token_ids == ():
             _refuse("allowed_token_ids", [], "at least one token id, or None for all")
+        self._check_prompt_rows()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for name in (
@@ -161,6 +188,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         skip: object = self.skip_reading_prefix_cache
         if skip is not None and type(skip) is not bool:
             _refuse("skip_reading_prefix_cache", skip, "True, False or None")
+
+    def _check_prompt_rows(self) -> None:
+        ids = self.prompt_logprob_token_ids
+        if ids is not None and (not ids or len(set(ids)) < len(ids)):
+            _refuse("prompt_logprob_token_ids", list(ids), "at least one token id, none twice")
+        if ids is not None and self.prompt_logprobs != 0:
+            allowed = "None or 0 with prompt_logprob_token_ids, which say what the rows hold"
+            _refuse("prompt_logprobs", self.prompt_logprobs, allowed)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            allowed = "0 where no prompt_logprobs are asked for"
+            _refuse("prompt_logprobs_start", self.prompt_logprobs_start, allowed)
 
     def _set(self, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(self, name, value)

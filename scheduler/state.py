@@ -14,6 +14,7 @@ from __future__ import annotations
 from offload_store.keys import HashChain
 from scheduler import policy
 from scheduler.actions import AnyAction, RecordSubmitted, Refuse
+from scheduler.admission import admit
 from scheduler.balancing import begin_drain, drain, even_out, fail_hopeless, move_wanted
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
@@ -63,7 +64,6 @@ from scheduler.reports import request_info, worker_report
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
-    admit,
     end_load,
     end_save,
     evict,
@@ -96,8 +96,9 @@ class SchedulerState:
         move_wanted(core)
         drain(core)
         admit(core)
-        for worker in core.workers.values():
-            start_steps(core, worker)
+        while workers := core.take_to_step():
+            for worker in workers:
+                start_steps(core, worker)
         actions, core.actions = core.actions, []
         return actions
 
@@ -118,11 +119,13 @@ class SchedulerState:
         stats.num_workers = len(core.workers)
         stats.num_blocks = sum(w.pool.num_blocks for w in core.workers.values())
         stats.num_used_blocks = sum(w.pool.num_used for w in core.workers.values())
+        stats.num_row_cache_blocks = core.row_cache.num_blocks
+        stats.num_row_cache_bytes = core.row_cache.num_bytes
         return stats
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
         """Return what operators see of each live request, in order of service."""
-        ordered = sorted(self._core.requests.values(), key=lambda live: live.request.rank)
+        ordered = sorted(self._core.requests.values(), key=lambda live: live.rank)
         return [request_info(live, now_s) for live in ordered]
 
     def worker_reports(self) -> list[WorkerReport]:
@@ -164,9 +167,9 @@ class SchedulerState:
             case WorkerJoined():
                 self._join(event)
             case WorkerExpected():
-                self._core.expected[event.worker_id] = event.num_blocks
+                self._core.expect(event.worker_id, event.num_blocks)
             case WorkerNotComing():
-                if self._core.expected.pop(event.worker_id, None) is not None:
+                if self._core.stop_expecting(event.worker_id):
                     fail_hopeless(self._core, f"{event.worker_id} can't be started: {event.reason}")
             case DrainRequested():
                 self._drain(event)
@@ -257,10 +260,9 @@ class SchedulerState:
 
     def _accepted(self, event: RequestSubmitted) -> list[Request]:
         core, config = self._core, self._core.config
-        sizes = [w.pool.num_blocks for w in core.workers.values()] + list(core.expected.values())
-        if not sizes:
+        if not (core.workers or core.expected):
             raise EngineUnavailable("no worker is there to compute requests: restart the engine")
-        accepted = policy.accept(event.submission, config, max(sizes), event.client_id)
+        accepted = policy.accept(event.submission, config, core.largest_num_blocks, event.client_id)
         for name in (event.submission.request_id, *(r.request_id for r in accepted)):
             if name in core.families or name in core.requests:
                 raise DuplicateRequest(
@@ -316,17 +318,19 @@ class SchedulerState:
             info.num_blocks,
             info.block_size,
             enable_prefix_caching=core.config.enable_prefix_caching,
+            name=info.worker_id,
+            index=core.roster.prefixes,
         )
-        core.workers[info.worker_id] = WorkerView(info, pool)
-        core.expected.pop(info.worker_id, None)
+        core.add_worker(WorkerView(info, pool))
         fail_hopeless(core, "no worker is left")
 
     def _lose(self, event: WorkerLost) -> None:
         """Requeue a lost worker's requests: they keep their rows and lose only KV."""
         core = self._core
-        worker = core.workers.pop(event.worker_id, None)
+        worker = core.workers.get(event.worker_id)
         if worker is None:
             return
+        core.remove_worker(worker)
         core.stats.num_workers_lost += 1
         for op in [op for op in core.ops.values() if op.worker is worker]:
             del core.ops[op.op_id]
@@ -403,7 +407,7 @@ class SchedulerState:
         op = core.close_op(event.op_id)
         if op is None or op.live is None:
             return
-        live, limits = op.live, op.live.request.num_readable_tokens
+        live, limits = op.live, policy.read_limits(op.live)
         num_hit_tokens = min(event.num_hit_tokens, max(limits))
         live.num_saved_blocks = min(live.num_saved_blocks, num_hit_tokens // live.block_size)
         extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)

@@ -26,6 +26,7 @@ from scheduler.messages import Chunk, ChunkResult, SchedulerOutput
 from scheduler.migration import advance_migration
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.residency import evict, register_full_blocks, save_progress
+from scheduler.row_reuse import keep_rows
 from scheduler.steps import make_chunk
 
 _MAX_LONE_DEATHS = 5
@@ -55,7 +56,7 @@ def _start_step(core: Core, worker: WorkerView) -> bool:
     num_more = policy.num_more_tokens(core.num_waiting, running, worker, core.config)
     budget = core.config.max_num_batched_tokens
     flights: list[InFlight] = []
-    for live in sorted(running, key=lambda r: (not r.is_evict_wanted, not r.is_decoding)):
+    for live in policy.in_step_order(running):
         if budget <= 0:
             break
         if live.status is not RequestStatus.RUNNING or live.worker is not worker or is_moving(live):
@@ -63,7 +64,7 @@ def _start_step(core: Core, worker: WorkerView) -> bool:
         end = policy.chunk_end(live, budget, core.config)
         if not _has_blocks(core, live, end):
             continue
-        budget -= end - live.num_planned_kv_tokens
+        budget -= end - live.planned_position
         num_left = max(live.request.max_tokens - live.num_planned_outputs - 1, 0)
         flights.append(_begin_flight(live, end, min(num_more, num_left)))
     has_releases = worker.released_request_ids and not worker.has_refused_releases
@@ -131,7 +132,7 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     step = worker.steps.popleft()
     decode_s = policy.decode_s(step, event.output.compute_s)
     worker.decode_s = worker.decode_s if decode_s is None else decode_s
-    for flight in _end_step(worker, step):
+    for flight in _end_step(core, worker, step):
         live = flight.live
         if flight.is_void:
             _heed_wishes(core, live)
@@ -153,7 +154,7 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
     num_flights = len(step.flights)
     worker.has_refused_releases = num_flights == 0
     worker.released_request_ids += step.told_released_ids
-    for flight in _end_step(worker, step):
+    for flight in _end_step(core, worker, step):
         live = flight.live
         if flight.is_void:
             _heed_wishes(core, live)
@@ -181,7 +182,7 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
     suspects = {flight.live: None for step in worker.steps for flight in step.flights}
     staying = {live: None for live in suspects if live.in_flight}
     while worker.steps:
-        _end_step(worker, worker.steps.popleft())
+        _end_step(core, worker, worker.steps.popleft())
     for live in staying:
         if len(suspects) > 1:
             live.batch_limit = len(suspects) // 2
@@ -196,8 +197,9 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
             finish(core, live, FinishReason.ERROR, error=error)
 
 
-def _end_step(worker: WorkerView, step: Step) -> list[InFlight]:
+def _end_step(core: Core, worker: WorkerView, step: Step) -> list[InFlight]:
     """Take a step's flights off the books; return those whose requests are still there."""
+    core.touch(worker)
     staying = []
     for flight in step.flights:
         worker.pool.free(flight.orphaned_block_ids)
@@ -212,8 +214,8 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
         core.stats.num_computed_tokens += len(chunk.token_ids)
         finish(core, live, FinishReason.ERROR, error=from_wire(result.error))
         return
-    num_held = live.request.num_prompt_rows_at(live.request.num_computed_tokens)
-    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_held)
+    num_again = _num_rows_again(chunk, live.request.num_computed_tokens)
+    core.stats.num_recomputed_rows += num_again
     core.stats.num_prompt_rows += len(chunk.row_target_ids)
     start, end = chunk.start, chunk.start + len(chunk.token_ids)
     last = end + chunk.max_more_tokens
@@ -269,8 +271,9 @@ def _take_piece(core: Core, live: LiveRequest, start: int, end: int, result: Chu
         live.batch_limit = None
         live.num_lone_deaths = 0
         live.has_progressed_here = True
-    live.num_kv_tokens = end
+    live.num_kv_tokens = max(live.num_kv_tokens, end)
     register_full_blocks(live)
+    keep_rows(core, live, num_computed)
     ended = policy.end_of(request)
     if ended is not None:
         finish(core, live, ended[0], stop_reason=ended[1])
@@ -286,7 +289,7 @@ def _heed_wishes(core: Core, live: LiveRequest) -> None:
         advance_migration(core, live)
 
 
-def _num_rows_again(chunk: Chunk, num_held: int) -> int:
+def _num_rows_again(chunk: Chunk, num_computed: int) -> int:
     """Rows that a chunk was asked for although the request held them: none, if all is right."""
     end = chunk.first_row_position + len(chunk.row_target_ids)
-    return max(min(end, num_held) - chunk.first_row_position, 0)
+    return max(min(end, num_computed) - chunk.first_row_position, 0)

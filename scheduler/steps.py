@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler.codec import int_array
+from scheduler.codec import id_array, int_array
 from scheduler.live import LiveRequest
 from scheduler.messages import LAST_SAMPLED, Chunk, NewRequest
 from scheduler.policy import stop_ids
@@ -17,19 +17,20 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 def make_chunk(live: LiveRequest, end: int, max_more_tokens: int = 0) -> Chunk:
-    """Return the message for the chunk from the request's planned KV up to `end`."""
+    """Return the message for the request's next chunk, up to `end`."""
     request = live.request
-    start, num_outputs = live.num_planned_kv_tokens, live.num_planned_outputs
+    start, num_outputs = live.planned_position, live.num_planned_outputs
     is_known = start < request.num_tokens
     return Chunk(
         request_id=request.request_id,
         start=start,
         token_ids=int_array(request.token_ids(start, end) if is_known else [LAST_SAMPLED]),
-        new_block_ids=int_array(live.block_ids[live.num_sent_blocks :]),
+        new_block_ids=id_array(live.block_ids[live.num_sent_blocks :]),
         row_target_ids=int_array(request.row_target_ids(start, end)),
-        first_row_position=max(start, request.num_computed_tokens),
+        first_row_position=request.row_position(start),
         sample=end == request.num_prompt_tokens + num_outputs and num_outputs < request.max_tokens,
         new=None if live.is_known_to_worker else _new_request(live),
+        first_new_position=max(live.num_kv_tokens, start),
         max_more_tokens=max_more_tokens,
     )
 
@@ -42,7 +43,7 @@ def _new_request(live: LiveRequest) -> NewRequest:
         sampling_params=params,
         seed=request.seed,
         num_prompt_tokens=request.num_prompt_tokens,
-        num_prompt_logprobs=params.prompt_logprobs,
+        num_prompt_logprobs=params.num_prompt_logprobs,
         stop_ids=stop_ids(request),
         num_output_tokens=len(request.output_token_ids),
         history=int_array(history),

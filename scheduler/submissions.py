@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-import msgspec
-
 from scheduler.codec import encode
 from scheduler.messages import Submission
 from scheduler.request import Request
@@ -48,7 +46,7 @@ def make_requests(submission: Submission, *, client_id: str = "") -> list[Reques
     is the user's; admission lowers it to what the context can hold.
     """
     params = submission.sampling_params
-    siblings = msgspec.structs.replace(params, prompt_logprobs=None)
+    siblings = params.without_prompt_logprobs()
     name = submission.request_id
     content = content_hash(submission)
     return [

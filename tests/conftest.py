@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -18,6 +20,25 @@ settings.register_profile(
     "haversack", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("haversack")
+
+
+_STARTS_RAY = ("tests/engine/", "tests/hosts/")
+
+
+class _OneRayAtATime(LoadScopeScheduling):
+    """Gives out whole files, and all of those that start Ray to one process.
+
+    Engines of two processes would find each other's Ray on this machine.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith(_STARTS_RAY) else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Share the tests out among the processes of `pytest -n`; those with Ray begin."""
+    config.option.loadscopereorder = False
+    return _OneRayAtATime(config, log)
 
 
 @pytest.fixture(scope="session")

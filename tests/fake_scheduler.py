@@ -91,7 +91,9 @@ class Family:
         token = ALPHABET[hashlib.blake2b(key).digest()[0] % len(ALPHABET)]
         request.advance(
             request.num_tokens,
-            rows(0, 1, targets, params.prompt_logprobs or 0) if wants_rows else None,
+            rows(0, request.first_row_index, targets, params.prompt_logprobs or 0)
+            if wants_rows
+            else None,
             token if samples else None,
             rows(request.seed, position, np.array([token]), params.logprobs)
             if samples and params.logprobs is not None

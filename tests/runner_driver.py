@@ -43,8 +43,8 @@ class RunnerDriver:
             max_tokens=params.max_tokens or 0,
             eos_token_ids=self.info.eos_token_ids,
         )
-        if params.prompt_logprobs is not None:
-            own.prompt_logprobs = LogprobRows(self._k(params.prompt_logprobs))
+        if params.num_prompt_logprobs is not None:
+            own.prompt_logprobs = LogprobRows(self._k(params.num_prompt_logprobs))
         if params.logprobs is not None:
             own.output_logprobs = LogprobRows(self._k(params.logprobs))
         return own
@@ -71,7 +71,7 @@ class RunnerDriver:
             token_ids=int_array(request.token_ids(start, end)),
             new_block_ids=int_array(new_blocks),
             row_target_ids=int_array(request.row_target_ids(start, end)),
-            first_row_position=max(start, request.num_computed_tokens),
+            first_row_position=request.row_position(start),
             sample=samples,
             new=new,
         )
@@ -83,7 +83,7 @@ class RunnerDriver:
             sampling_params=params,
             seed=request.seed,
             num_prompt_tokens=request.num_prompt_tokens,
-            num_prompt_logprobs=params.prompt_logprobs,
+            num_prompt_logprobs=params.num_prompt_logprobs,
             stop_ids=(
                 *(() if params.ignore_eos else request.eos_token_ids),
                 *params.stop_token_ids,

@@ -59,6 +59,12 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     max_tokens = draw(st.none() | st.integers(0, 100))
     detokenize = draw(st.booleans())
     k = st.none() | st.integers(-1, 5)
+    rows: dict[str, Any] = {"prompt_logprobs": draw(k)}
+    if draw(st.booleans()):
+        ids = st.lists(TOKEN_IDS, min_size=1, max_size=3, unique=True).map(tuple)
+        rows = {"prompt_logprob_token_ids": draw(ids)}
+    if rows.get("prompt_logprobs", 0) is not None:
+        rows["prompt_logprobs_start"] = draw(st.integers(0, 5))
     biases = st.dictionaries(TOKEN_IDS, st.floats(-200, 200), max_size=3)
     return SamplingParams(
         n=draw(st.integers(1, 4)),
@@ -79,7 +85,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=tuple(draw(st.lists(TOKEN_IDS, max_size=3))),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(k),
-        prompt_logprobs=draw(k),
+        **rows,
         skip_reading_prefix_cache=draw(st.none() | st.booleans()),
         detokenize=detokenize,
         skip_special_tokens=draw(st.booleans()),

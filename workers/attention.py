@@ -52,9 +52,18 @@ class AttentionBatch:
 
     def __init__(self, spans: Sequence[Span], cache: KVCache) -> None:
         self.cache = cache
-        self._num_tokens = sum(span.num_tokens for span in spans)
+        device = cache.key(0).device
+        self._new_rows: torch.Tensor | slice = slice(sum(span.num_tokens for span in spans))
+        if any(span.num_kept for span in spans):
+            rows = [
+                np.arange(span.first_row + span.num_kept, span.first_row + span.num_tokens)
+                for span in spans
+            ]
+            self._new_rows = torch.from_numpy(np.concatenate(rows)).to(device)
         slots = np.concatenate([span.slots(cache.block_size) for span in spans])
-        self.slots = torch.from_numpy(slots).to(cache.key(0).device)
+        self._slots = torch.from_numpy(slots).to(device)
+        self._rows: dict[int, torch.Tensor] = {}
+        """Where the new KV goes, by a layer's number of KV heads."""
         self._kernel = make_kernel(spans, cache)
 
     def attend(
@@ -73,7 +82,10 @@ class AttentionBatch:
             query: [rows, heads, head_dim]; rows after the last token are padding.
             key: [rows, kv_heads, head_dim]; `value` likewise.
         """
-        self.cache.write(layer, self.slots, key[: self._num_tokens], value[: self._num_tokens])
+        rows = self._rows.get(key.shape[1])
+        if rows is None:
+            rows = self._rows[key.shape[1]] = self.cache.rows(self._slots, key.shape[1])
+        self.cache.write(layer, rows, key[self._new_rows], value[self._new_rows])
         return self._kernel.attend(layer, query, scaling, window, cap)
 
 

@@ -7,16 +7,19 @@ that sums over at most 256 numbers, for row counts that are multiples of 16. So:
   reads the keys up to its own end (masked), so the number of keys is a function of position only.
 - A tile's rows (tokens times query heads per KV head) are padded to a multiple of 16. A decode is
   a tile with one token.
-- The product with V sums over the keys, so it goes in partitions of 256 keys, added up in fp32 in
-  their order. The weights are rounded to the model's dtype first, as transformers' eager attention
-  does.
-- Keys after the request's end are read from the cache's zero slot, so that nothing stale is summed.
+- The product with V sums over the keys, so it goes in partitions of 256 keys, each in the model's
+  dtype, added up in fp32 in their order. The weights are rounded to the model's dtype first, as
+  transformers' eager attention does.
+- Keys are copied together in granules, which are whole blocks where 128 positions hold several.
+  Granules after the request's end are read from the cache's zero block, and what comes after the
+  end in the last one is set to zero, so that nothing stale is summed.
 Tiles of equal shape, whosever they are, are computed together; how the batch falls into such
 groups changes no bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,8 +64,10 @@ class _Group:
     num_keys: int
     first_padded: int
     """Where the group's rows start among all rows of the plan."""
-    kv_rows: torch.Tensor
-    """int64 [tiles * kv_heads * num_keys]: rows of the cache as [slots * kv_heads, head_dim]."""
+    granules: torch.Tensor
+    """int64 [tiles * kv_heads * granules]: where the keys are among the granules of the cache."""
+    stale: torch.Tensor
+    """int64: rows of the copied keys, as [tiles * kv_heads * num_keys, head_dim], to be zero."""
     bias: torch.Tensor
     """[tiles, 1, rows, biased keys]: 0 or -inf, for the last keys of the tile."""
 
@@ -83,6 +88,7 @@ class BlockedKernel:
 
     def __init__(self, spans: Sequence[Span], cache: KVCache) -> None:
         self._cache = cache
+        self._granule = math.gcd(cache.block_size, TILE)
         self._tables = np.full(
             (len(spans), max(len(span.block_table) for span in spans)), cache.num_blocks, np.int64
         )
@@ -102,8 +108,11 @@ class BlockedKernel:
         """See `workers.attention.Kernel.attend`."""
         rows, heads, head_dim = query.shape
         keys, values = self._cache.key(layer), self._cache.value(layer)
-        kv_heads = keys.shape[2]
+        kv_heads = keys.shape[1]
         plan = self._plan(window, rows, heads, kv_heads)
+        if math.frexp(scaling)[0] == 0.5:
+            # A power of two rounds nothing, so it may go to the operand that has fewer numbers.
+            query, scaling = query * scaling, 1.0
         padded = query.reshape(-1, head_dim).index_select(0, plan.query_rows)
         out = torch.empty_like(padded)
         for group in plan.groups:
@@ -111,9 +120,7 @@ class BlockedKernel:
                 group.first_padded,
                 group.first_padded + group.num_tiles * kv_heads * group.rows,
             )
-            shape = (group.num_tiles * kv_heads, group.num_keys, head_dim)
-            k = keys.view(-1, head_dim).index_select(0, group.kv_rows).view(shape)
-            v = values.view(-1, head_dim).index_select(0, group.kv_rows).view(shape)
+            k, v = (_gather(cache, group, self._granule) for cache in (keys, values))
             q = padded[part].view(-1, group.rows, head_dim)
             weights = _weights(q, k, group, scaling, cap)
             out[part] = _weighted_sum(weights, v).view(-1, head_dim)
@@ -150,7 +157,7 @@ class BlockedKernel:
                         num_rows,
                         num_keys,
                         first_padded,
-                        torch.from_numpy(self._kv_rows(part, num_keys, window, kv_heads)),
+                        *self._keys(part, num_keys, window, kv_heads),
                         self._bias(part, num_rows, num_keys, window, per_kv_head),
                     )
                 )
@@ -161,18 +168,29 @@ class BlockedKernel:
             torch.from_numpy(output_rows),
         )
 
-    def _kv_rows(
+    def _keys(
         self, tiles: list[_Tile], num_keys: int, window: int | None, kv_heads: int
-    ) -> Int64Array:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where a group's keys are, and which of the copied ones are stale: see `_Group`."""
+        size, granule = self._cache.block_size, self._granule
         first = np.array([_first_key(tile, window) for tile in tiles])
-        positions = first[:, None] + np.arange(num_keys)
-        known = positions < np.array([tile.end for tile in tiles])[:, None]
-        size = self._cache.block_size
-        blocks = np.where(known, positions // size, 0)
-        slots = self._tables[np.array([tile.span for tile in tiles])[:, None], blocks] * size
-        slots = np.where(known, slots + positions % size, self._cache.zero_slot)
-        rows: Int64Array = slots[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
-        return rows.reshape(-1)
+        ends = np.array([tile.end for tile in tiles])
+        positions = first[:, None] + np.arange(0, num_keys, granule)
+        known = positions < ends[:, None]
+        blocks = self._tables[
+            np.array([tile.span for tile in tiles])[:, None], np.where(known, positions // size, 0)
+        ]
+        blocks = np.where(known, blocks, self._cache.num_blocks)
+        heads = np.arange(kv_heads)[:, None]
+        per_block = size // granule
+        places: Int64Array = (blocks[:, None, :] * kv_heads + heads) * per_block + (
+            positions % size // granule
+        )[:, None, :]
+        all_positions = first[:, None] + np.arange(num_keys)
+        after = all_positions >= ends[:, None]
+        after &= all_positions // granule == ends[:, None] // granule
+        stale = np.broadcast_to(after[:, None, :], (len(tiles), kv_heads, num_keys))
+        return torch.from_numpy(places.reshape(-1)), torch.from_numpy(np.flatnonzero(stale))
 
     def _bias(
         self,
@@ -198,29 +216,39 @@ class BlockedKernel:
         return bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf)
 
 
+def _gather(cache: torch.Tensor, group: _Group, granule: int) -> torch.Tensor:
+    """Return the keys (or values) of a group's tiles, [tiles * kv_heads, keys, head_dim]."""
+    head_dim = cache.shape[-1]
+    found = cache.view(-1, granule * head_dim).index_select(0, group.granules)
+    if len(group.stale):
+        found.view(-1, head_dim).index_fill_(0, group.stale, 0)
+    return found.view(-1, group.num_keys, head_dim)
+
+
 def _weights(
     q: torch.Tensor, k: torch.Tensor, group: _Group, scaling: float, cap: float | None
 ) -> torch.Tensor:
-    """Return softmax(q k^T * scaling), rounded to the dtype of q, in fp32 [batch, rows, keys]."""
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scaling)
+    """Return softmax(q k^T * scaling), computed in fp32, in the dtype of q: [batch, rows, keys]."""
+    scores = torch.bmm(q, k.transpose(1, 2))
+    if scaling != 1.0:
+        scores.mul_(scaling)
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
     by_tile = scores.view(group.num_tiles, -1, group.rows, group.num_keys)
     by_tile[..., group.num_keys - group.bias.shape[-1] :].add_(group.bias)
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.softmax(scores, dim=-1)
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return weights @ v, summed in fp32 over partitions of keys in their order."""
+    """Return weights @ v: products over partitions of keys, added up in fp32 in their order."""
     num_keys = v.shape[1]
     if num_keys <= KEY_PARTITION:
         return torch.bmm(weights, v)
-    weights, v = weights.float(), v.float()
-    total = torch.bmm(weights[:, :, :KEY_PARTITION], v[:, :KEY_PARTITION])
+    total = torch.bmm(weights[:, :, :KEY_PARTITION], v[:, :KEY_PARTITION]).float()
     for first in range(KEY_PARTITION, num_keys, KEY_PARTITION):
         keys = slice(first, first + KEY_PARTITION)
         total += torch.bmm(weights[:, :, keys], v[:, keys])
-    return total
+    return total.to(v.dtype)
 
 
 def _query_rows(

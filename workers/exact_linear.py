@@ -1,14 +1,16 @@
 """Linear layers and activations whose rows have the same bits in every batch, on CPU.
 
 How a product of matrices rounds depends on the kernel that the library picks, and it picks by the
-number of rows and of threads. Here the bits of a row are defined by one call, that of 16 rows on
-one thread. Which other calls give the same bits is found out at run time on this very machine: a
-probe whose sums cancel, so that its results are nothing but rounding error, shows any other order
-of summation. A batch is then cut into calls that passed.
+number of rows and of threads. Which calls give the same bits is found out at run time on this very
+machine: a probe whose sums cancel, so that its results are nothing but rounding error, shows any
+other order of summation. On one thread the row counts fall into a few classes of equal bits; the
+one with the most members defines a layer's bits, so that batches small and large are few calls.
+On more threads the calls that give those bits are used. A batch is cut into such calls, and its
+last few rows are padded to one.
 
-In fp32 a sum over more than 512 numbers is made in pieces of 512, added in order, after which
-nearly every call passes. In half precision that would round the pieces, so there the whole sum is
-one call, in the library's layout or with both operands transposed.
+In half precision the weights are laid out once for the library's kernels, which a small batch
+gains most from. In fp32 a sum over more than 512 numbers is made in pieces of 512, added in order,
+after which nearly every call passes.
 
 An activation is computed one way for whole vectors of numbers and another way for the few that
 are left over; cutting the work among threads moves those. It is cut here so that none are left.
@@ -16,9 +18,12 @@ are left over; cutting the work among threads moves those. It is cut here so tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,33 +31,33 @@ from torch.nn import functional
 
 ROW_MULTIPLE = 16
 """Row counts of a batch must be multiples of this."""
-_LADDER = (512, 384, 256, 192, 128, 64, 32, 16)
+_LADDER = (16, 32, 48, 64, *range(128, 513, 64))
 """Row counts of calls that are tried."""
+_SMALL_ROWS = 64
+"""The defining class has a call for no more rows than this."""
 _FP32_PIECE = 512
-_PROBE_NUMBERS = 2**25
-"""Calls with larger results are not tried."""
+_MAX_OUT_FEATURES = 4096
+"""A wider layer is several products side by side, so that probes stay small."""
 _SERIAL_NUMBERS = 16384
 """Up to so many numbers torch computes any activation on one thread."""
 _VECTOR_NUMBERS = 64
 """Numbers that a step of a vectorised loop takes, in the narrowest dtype."""
 
-_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+_Product = Callable[[torch.Tensor], torch.Tensor]
+"""x [rows, in_features] -> x W^T + b"""
 
 
-def padded_rows(num_rows: int) -> int:
+def padded_rows(num_rows: int, min_rows: int) -> int:
     """Return the row count that a batch of so many rows is padded to.
 
-    A multiple of 16; above 64 a multiple of 64, so that few calls make up the batch.
+    A multiple of 16 and at least `min_rows`; above 64 a multiple of 64, so that few calls make up
+    the batch.
     """
     multiple = ROW_MULTIPLE if num_rows <= 64 else 64
-    return -(-num_rows // multiple) * multiple
+    return max(-(-num_rows // multiple) * multiple, min_rows)
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return functional.linear(x, weight, bias)
-
-
-def _in_pieces(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _in_pieces(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     if weight.shape[1] <= _FP32_PIECE:
         return functional.linear(x, weight, bias)
     total = functional.linear(x[:, :_FP32_PIECE], weight[:, :_FP32_PIECE], bias)
@@ -62,15 +67,26 @@ def _in_pieces(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return total
 
 
-def _transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(weight, x.t()).t().contiguous()
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, weight, bias)
 
 
-def _products(dtype: torch.dtype, has_bias: bool) -> tuple[_Product, ...]:
-    """Return the ways to multiply that are tried; the first defines the bits."""
-    if dtype == torch.float32:
-        return (_in_pieces,)
-    return (_plain,) if has_bias else (_plain, _transposed)
+def _packed(packed: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return result
+
+
+def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> _Product:
+    """Return the way to multiply with these weights, which it keeps in the layout that it needs."""
+    if weight.dtype == torch.float32:
+        return functools.partial(_in_pieces, weight, bias)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _LADDER[-1])
+        _packed(packed, bias, weight.new_zeros(ROW_MULTIPLE, weight.shape[1]))
+    except (RuntimeError, AttributeError):
+        # Not every processor and build of torch has these kernels for half precision.
+        return functools.partial(_plain, weight, bias)
+    return functools.partial(_packed, packed, bias)
 
 
 @contextmanager
@@ -99,75 +115,111 @@ def _cancelling(rows: int, columns: int, seed: int, signs: bool) -> torch.Tensor
 
 
 class _Calls:
-    """The calls that give the defined bits for one shape of layer, by number of threads."""
+    """The row counts of calls that give the defined bits for one shape of layer, by threads."""
 
     def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, bias: bool) -> None:
         self._shape = (out_features, in_features)
         self._dtype = dtype
         self._has_bias = bias
-        self._good: dict[int, dict[int, _Product]] = {}
-        x, weight, offset = self._probe()
         with _threads(1):
-            reference = _products(dtype, bias)[0](x, weight, offset)
-        self.signature = hashlib.sha256(reference.view(torch.uint8).numpy().tobytes()).hexdigest()
+            results = self._try()
+        classes: dict[bytes, list[int]] = defaultdict(list)
+        for rows, result in results.items():
+            classes[result].append(rows)
+        usable = {bits: rows for bits, rows in classes.items() if rows[0] <= _SMALL_ROWS}
+        self._defining = max(usable, key=lambda bits: (len(usable[bits]), -usable[bits][0]))
+        self._good = {1: usable[self._defining]}
+        self.signature = hashlib.sha256(self._defining).hexdigest()
 
-    def good(self) -> dict[int, _Product]:
-        """Return the way to multiply by row count, largest first, for the threads now set.
+    def good(self, threads: int) -> list[int]:
+        """Return the row counts, in ascending order, that give the defined bits on the threads.
 
-        Empty where not even 16 rows give the defined bits; one thread then does.
+        `torch` must be set to use so many. On one thread there always is one; on more there may
+        be none.
         """
-        threads = torch.get_num_threads()
         if threads not in self._good:
-            self._good[threads] = self._try()
+            found = self._try()
+            self._good[threads] = [r for r, bits in found.items() if bits == self._defining]
         return self._good[threads]
 
-    def defining(self) -> _Product:
-        """Return the product whose result for 16 rows on one thread defines the bits."""
-        return _products(self._dtype, self._has_bias)[0]
+    def _try(self) -> dict[int, bytes]:
+        """Return the bits of the probe's rows by the row count of the call.
 
-    def _probe(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        A call that does not give the same bits to each copy of the probe's rows is left out. The
+        smallest one has only one copy.
+        """
         out_features, in_features = self._shape
         x = _cancelling(ROW_MULTIPLE, in_features, 3, True).to(self._dtype)
         weight = _cancelling(out_features, in_features, 4, False).to(self._dtype)
-        return x, weight, torch.zeros(out_features, dtype=self._dtype) if self._has_bias else None
-
-    def _try(self) -> dict[int, _Product]:
-        x, weight, bias = self._probe()
-        ways = _products(self._dtype, self._has_bias)
-        with _threads(1):
-            reference = ways[0](x, weight, bias)
-        found: dict[int, _Product] = {}
+        bias = torch.zeros(out_features, dtype=self._dtype) if self._has_bias else None
+        product = _product(weight, bias)
+        found: dict[int, bytes] = {}
         for rows in _LADDER:
-            if rows > ROW_MULTIPLE and rows * self._shape[0] > _PROBE_NUMBERS:
-                continue
-            copies = rows // ROW_MULTIPLE
-            # Few rows are memory bound, and there the transposed product is the faster one.
-            for way in ways if rows > 256 else reversed(ways):
-                if torch.equal(way(x.repeat(copies, 1), weight, bias), reference.repeat(copies, 1)):
-                    found[rows] = way
-                    break
-        return found if ROW_MULTIPLE in found else {}
+            result = product(x.repeat(rows // ROW_MULTIPLE, 1))
+            one = result[:ROW_MULTIPLE]
+            if torch.equal(result, one.repeat(rows // ROW_MULTIPLE, 1)):
+                found[rows] = one.contiguous().view(torch.uint8).numpy().tobytes()
+        return found
 
 
-_CALLS: dict[tuple[int, int, torch.dtype, bool], _Calls] = {}
+@functools.cache
+def _calls(out_features: int, in_features: int, dtype: torch.dtype, bias: bool) -> _Calls:
+    with torch.inference_mode():
+        return _Calls(out_features, in_features, dtype, bias)
+
+
+class _Part:
+    """Some of a layer's output features."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.calls = _calls(*weight.shape, weight.dtype, bias is not None)
+        self._product = _product(weight, bias)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b for x [rows, in_features]."""
+        good = self.calls.good(torch.get_num_threads())
+        if good:
+            return self._multiply(x, good)
+        with _threads(1):
+            return self._multiply(x, self.calls.good(1))
+
+    def _multiply(self, x: torch.Tensor, good: list[int]) -> torch.Tensor:
+        parts = []
+        for first, rows in _cut(x.shape[0], good):
+            part = x[first : first + rows]
+            missing = rows - part.shape[0]
+            if missing:
+                part = self._product(functional.pad(part, (0, 0, 0, missing)))[:-missing]
+            else:
+                part = self._product(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class ExactLinear(nn.Module):
-    """Stands in for an `nn.Linear`, whose weights it shares; see the module's text."""
+    """Stands in for an `nn.Linear`, in inference; see the module's text."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
-        key = (*linear.weight.shape, linear.weight.dtype, linear.bias is not None)
-        if key not in _CALLS:
-            _CALLS[key] = _Calls(*key)
-        self._calls = _CALLS[key]
+        weight = linear.weight.detach()
+        bias = None if linear.bias is None else linear.bias.detach()
+        width = _MAX_OUT_FEATURES
+        self._parts = [
+            _Part(
+                weight[first : first + width], None if bias is None else bias[first : first + width]
+            )
+            for first in range(0, weight.shape[0], width)
+        ]
 
     @property
     def signature(self) -> str:
         """What this layer's arithmetic gives on this machine, in short."""
-        return self._calls.signature
+        return " ".join(part.calls.signature for part in self._parts)
+
+    @property
+    def min_rows(self) -> int:
+        """The row count of the smallest call: a smaller batch takes as long."""
+        return max(part.calls.good(1)[0] for part in self._parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b.
@@ -176,29 +228,23 @@ class ExactLinear(nn.Module):
             x: [..., in_features], whose leading sizes multiply to a multiple of 16.
         """
         flat = x.reshape(-1, x.shape[-1])
-        good = self._calls.good()
-        if good:
-            parts = [
-                way(flat[first : first + rows], self.weight, self.bias)
-                for first, rows, way in _cut(flat.shape[0], good)
-            ]
-        else:
-            with _threads(1):
-                parts = [
-                    self._calls.defining()(rows, self.weight, self.bias)
-                    for rows in torch.split(flat, ROW_MULTIPLE)
-                ]
-        result = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [part.multiply(flat) for part in self._parts]
+        result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return result.view(*x.shape[:-1], -1)
 
 
-def _cut(num_rows: int, good: dict[int, _Product]) -> Iterator[tuple[int, int, _Product]]:
-    """Yield (first row, rows, way) of calls that make up `num_rows`, the largest ones first."""
+def _cut(num_rows: int, good: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of calls that make up `num_rows`, large ones first.
+
+    Where the rest is less than the smallest call, that one is yielded for it.
+    """
     first = 0
-    for rows, way in good.items():
+    for rows in reversed(good):
         while num_rows - first >= rows:
-            yield first, rows, way
+            yield first, rows
             first += rows
+    if first < num_rows:
+        yield first, good[0]
 
 
 class AlignedActivation(nn.Module):
@@ -222,22 +268,31 @@ class AlignedActivation(nn.Module):
         return torch.cat(parts)[:numbers].view(x.shape)
 
 
-def make_exact(model: nn.Module) -> str:
-    """Replace the linear layers and activations of `model` in place.
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a model's layers compute on this machine."""
 
-    Returns:
-        A digest of this machine's arithmetic for the model's layers: equal digests, equal bits.
-    """
+    signature: str
+    """Equal where the bits of all results are."""
+    min_rows: int
+    """Batches are best padded to so many rows."""
+
+
+def make_exact(model: nn.Module) -> Arithmetic:
+    """Replace the linear layers and activations of `model` in place."""
     signatures: set[str] = set()
+    min_rows = ROW_MULTIPLE
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 exact = ExactLinear(child)
                 signatures.add(exact.signature)
+                min_rows = max(min_rows, exact.min_rows)
                 setattr(module, name, exact)
             elif _is_activation(child):
                 setattr(module, name, AlignedActivation(child))
-    return hashlib.sha256("".join(sorted(signatures)).encode()).hexdigest()
+    digest = hashlib.sha256("".join(sorted(signatures)).encode()).hexdigest()
+    return Arithmetic(digest, min_rows)
 
 
 def _is_activation(module: nn.Module) -> bool:

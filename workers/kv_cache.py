@@ -6,8 +6,10 @@ Rules:
   ever that cache's own KV, so memory that was never written never leaves in `read_blocks`.
 - One block more than `num_blocks` is kept, is never written and stays zero. Attention points keys
   beyond a request's end at it, so nothing stale (least of all a NaN) reaches a sum.
-- A block's bytes are, layer after layer, its K then its V, as `[block_size, kv_heads, head_dim]`
-  in the cache's dtype; equal shapes and dtype make blocks interchangeable between workers.
+- A block's bytes are, layer after layer, its K then its V in the cache's dtype. On CPU these are
+  `[kv_heads, block_size, head_dim]`, so that a head's keys are copied many at a time; on CUDA
+  `[block_size, kv_heads, head_dim]`, which its kernel reads. Equal devices, shapes and dtype make
+  blocks interchangeable between workers.
 """
 
 from __future__ import annotations
@@ -47,15 +49,22 @@ class Span:
     num_tokens: int
     block_table: IntArray
     """int32: block ids of the request, at least up to the chunk's end."""
+    first_new: int = 0
+    """Position before which KV is in the blocks already, and stays as it is."""
 
     @property
     def end(self) -> int:
         """Position after the chunk's last token."""
         return self.start + self.num_tokens
 
+    @property
+    def num_kept(self) -> int:
+        """Leading tokens of the chunk whose KV stays as it is."""
+        return min(max(self.first_new - self.start, 0), self.num_tokens)
+
     def slots(self, block_size: int) -> IntArray:
-        """Return the token slots that the chunk's KV goes to, int64 [num_tokens]."""
-        positions = np.arange(self.start, self.end)
+        """Return the token slots that the chunk's new KV goes to, int64 [new tokens]."""
+        positions = np.arange(self.start + self.num_kept, self.end)
         blocks = self.block_table[positions // block_size].astype(np.int64)
         slots: IntArray = blocks * block_size + positions % block_size
         return slots
@@ -84,9 +93,13 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.is_heads_first = torch.device(device).type == "cpu"
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for spec in self.layers:
-            shape = (num_blocks + 1, block_size, spec.kv_heads, spec.head_dim)
+            sizes = (
+                (spec.kv_heads, block_size) if self.is_heads_first else (block_size, spec.kv_heads)
+            )
+            shape = (num_blocks + 1, *sizes, spec.head_dim)
             self._tensors.append(
                 (
                     torch.zeros(shape, dtype=dtype, device=device),
@@ -124,37 +137,56 @@ class KVCache:
         """Bytes of KV per block over all layers."""
         return self.bytes_per_block(self.layers, self.block_size, self.dtype)
 
-    @property
-    def zero_slot(self) -> int:
-        """The token slot that always reads as zeros."""
-        return self.num_blocks * self.block_size
-
     def key(self, layer: int) -> torch.Tensor:
-        """Return K of a layer, [num_blocks + 1, block_size, kv_heads, head_dim]."""
+        """Return K of a layer.
+
+        Returns:
+            [num_blocks + 1, kv_heads, block_size, head_dim] on CPU, where `is_heads_first`; else
+            [num_blocks + 1, block_size, kv_heads, head_dim].
+        """
         return self._tensors[layer][0]
 
     def value(self, layer: int) -> torch.Tensor:
         """Return V of a layer, shaped like K."""
         return self._tensors[layer][1]
 
+    def rows(self, slots: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Return where token slots are in a layer seen as [rows, head_dim].
+
+        Args:
+            slots: int64 [tokens]; slot = block id * block_size + offset in the block.
+            kv_heads: of the layer.
+
+        Returns:
+            int64 [tokens * kv_heads], the heads of a token together.
+        """
+        heads = torch.arange(kv_heads, device=slots.device)
+        if not self.is_heads_first:
+            return (slots[:, None] * kv_heads + heads).reshape(-1)
+        offsets = slots % self.block_size
+        first = (slots - offsets) * kv_heads + offsets
+        return (first[:, None] + heads * self.block_size).reshape(-1)
+
     def write(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Store KV of tokens; slot = block id * block_size + offset in the block.
+        """Store KV of tokens.
 
         Args:
             layer: which layer's.
-            slots: int64 [tokens], distinct.
+            rows: where, distinct; see `rows`.
             keys: [tokens, kv_heads, head_dim]; `values` likewise.
         """
         for cache, new in zip(self._tensors[layer], (keys, values), strict=True):
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
+            head_dim = cache.shape[-1]
+            cache.view(-1, head_dim).index_copy_(0, rows, new.reshape(-1, head_dim))
 
     def zero_slots(self, slots: torch.Tensor) -> None:
         """Set the KV of some token slots back to zero, in every layer."""
-        for pair in self._tensors:
+        for spec, pair in zip(self.layers, self._tensors, strict=True):
+            rows = self.rows(slots, spec.kv_heads)
             for cache in pair:
-                cache.view(-1, *cache.shape[2:]).index_fill_(0, slots, 0)
+                cache.view(-1, spec.head_dim).index_fill_(0, rows, 0)
 
     def read_blocks(self, block_ids: Sequence[int]) -> ByteArray:
         """Return the bytes of some blocks as a C-contiguous copy, uint8 [n, block_bytes]."""

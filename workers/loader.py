@@ -18,7 +18,7 @@ from torch import nn
 from scheduler.errors import InvalidConfig, UnsupportedModel
 from workers import attention
 from workers.cpu_attention import MAX_HEAD_DIM
-from workers.exact_linear import ExactLinear, make_exact
+from workers.exact_linear import ROW_MULTIPLE, Arithmetic, ExactLinear, make_exact
 from workers.kv_cache import LayerSpec
 from workers.model_store import (
     DEFAULT_MODEL,
@@ -67,6 +67,8 @@ class LoadedModel:
     """Equal where weights, dtype, KV shapes and the machine's arithmetic are."""
     path: Path
     layers: tuple[LayerSpec, ...]
+    min_rows: int
+    """Rows that a batch is padded to at least."""
     dtype: torch.dtype
     device: torch.device
 
@@ -121,6 +123,7 @@ def load_model(
     _refuse_unsupported(config)
     tokenizer = tokenizer_at(folder)
     model = _load_weights(folder, config, torch_dtype).to(torch_device).eval()
+    weights = _weights_digest(model)
     arithmetic = _arithmetic(model, config, torch_device)
     layers, vocab_size = _probe(model, config, torch_device)
     return LoadedModel(
@@ -130,9 +133,10 @@ def load_model(
         eos_token_ids=_eos_token_ids(model, config, tokenizer),
         max_model_len=_max_model_len(config),
         vocab_size=vocab_size,
-        fingerprint=_fingerprint(model, config, layers, arithmetic),
+        fingerprint=_fingerprint(config, layers, weights, arithmetic.signature),
         path=folder,
         layers=layers,
+        min_rows=arithmetic.min_rows,
         dtype=torch_dtype,
         device=torch_device,
     )
@@ -238,18 +242,19 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _arithmetic(model: nn.Module, config: Any, device: torch.device) -> str:
+def _arithmetic(model: nn.Module, config: Any, device: torch.device) -> Arithmetic:
     """Make rows exact on CPU; return what tells this device's arithmetic from another's."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} torch {torch.__version__}"
-    signature = make_exact(model)
+        name = torch.cuda.get_device_name(device)
+        return Arithmetic(f"{name} torch {torch.__version__}", ROW_MULTIPLE)
+    found = make_exact(model)
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         if own and not isinstance(module, (ExactLinear, nn.Embedding)):
             raise _unsupported(
                 config, f"{name} is a {type(module).__name__}, whose rows depend on the batch"
             )
-    return f"{signature} torch {torch.__version__}"
+    return Arithmetic(f"{found.signature} torch {torch.__version__}", found.min_rows)
 
 
 class _Probe:
@@ -335,20 +340,23 @@ def _max_model_len(config: Any) -> int:
     return limit
 
 
-def _fingerprint(
-    model: nn.Module, config: Any, layers: tuple[LayerSpec, ...], arithmetic: str
-) -> str:
-    """Return a digest of all that KV depends on, besides tokens and positions.
+def _weights_digest(model: nn.Module) -> str:
+    """Return a digest of a model's weights.
 
-    Of the weights it takes each tensor's name and shape, the sum of its bits as integers and a
-    sample of its numbers: cheap, and different after any training step.
+    Of each tensor it takes name and shape, the sum of its bits as integers and a sample of its
+    numbers: cheap, and different after any training step.
     """
-    settings = {k: v for k, v in sorted(config.to_dict().items()) if not k.startswith("_")}
-    digest = hashlib.sha256(f"{settings} {layers} {arithmetic}".encode())
+    digest = hashlib.sha256()
     integers = {4: torch.int32, 2: torch.int16}
     for name, tensor in sorted(model.state_dict().items()):
         bits = tensor.detach().reshape(-1).view(integers[tensor.element_size()])
         sample = bits[:: max(1, bits.numel() // 64)].cpu().numpy().tobytes()
         total = int(bits.sum(dtype=torch.int64))
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}".encode() + sample)
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
+
+
+def _fingerprint(config: Any, layers: tuple[LayerSpec, ...], weights: str, arithmetic: str) -> str:
+    """Return a digest of all that KV depends on, besides tokens and positions."""
+    settings = {k: v for k, v in sorted(config.to_dict().items()) if not k.startswith("_")}
+    return hashlib.sha256(f"{settings} {layers} {weights} {arithmetic}".encode()).hexdigest()[:32]

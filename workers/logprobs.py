@@ -9,6 +9,7 @@ The module knows logits and token ids; it knows no request and no model. Rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,12 @@ import torch
 from scheduler.logprobs import Logprobs
 from scheduler.sampling_params import ALL_LOGPROBS
 
+_GROUP = 128
+"""Neighbours in the vocabulary whose maximum is taken together."""
 _TIE_MARGIN = 8
 """Candidates fetched beyond the top k, so that ties at its edge are mostly seen at once."""
+_MAX_COUNTED = 64
+"""Columns of a row up to which counting what is greater is quicker than sorting the row."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def rows_per_slice(vocab_size: int, budget_bytes: int) -> int:
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Return fp32 logprobs of logits [rows, vocab] in the model's dtype, at least two rows."""
-    return torch.log_softmax(logits.float(), dim=-1)
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 def has_nan(logprobs: torch.Tensor) -> torch.Tensor:
@@ -74,8 +79,76 @@ def select_rows(logprobs: torch.Tensor, targets: torch.Tensor, num_logprobs: int
     )
 
 
+def select_token_rows(
+    logprobs: torch.Tensor, targets: torch.Tensor, token_ids: Sequence[int]
+) -> RowTensors:
+    """Return rows of width len(token_ids) + 1: the actual token, then `token_ids` in their order.
+
+    Args:
+        logprobs: fp32 [rows, vocab].
+        targets: int64 [rows], the actual tokens.
+        token_ids: what every row holds.
+    """
+    asked = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)
+    ids = torch.cat([targets.unsqueeze(1), asked.expand(len(targets), -1)], dim=1)
+    values = logprobs.gather(1, ids)
+    return RowTensors(ids, values, _ranks_among(logprobs, values))
+
+
+def _ranks_among(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the ranks of `values` [rows, columns] of their own rows, whichever way is quicker."""
+    if values.shape[1] <= _MAX_COUNTED:
+        greater = torch.empty_like(logprobs)
+        counts = [
+            torch.gt(logprobs, column, out=greater).sum(dim=1, keepdim=True)
+            for column in torch.split(values, 1, dim=1)
+        ]
+        return torch.cat(counts, dim=1).to(torch.int64) + 1
+    ascending = torch.sort(logprobs, dim=1).values
+    not_greater = torch.searchsorted(ascending, values, right=True)
+    return logprobs.shape[1] - not_greater + 1
+
+
 def top_k(logprobs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest of each row and their ids, descending, equal ones by ascending id.
+
+    They are all in the k groups of neighbours with the largest maxima (equal ones by ascending id),
+    so nearly all of a large vocabulary is only looked at once.
+    """
+    vocab = logprobs.shape[1]
+    if k == 1:
+        return top_1(logprobs)
+    if 2 * k * _GROUP >= vocab:
+        return _top_k_of_all(logprobs, k)
+    groups = _top_k_of_all(_group_maxima(logprobs), k)[1].sort(dim=1).values
+    ids = (groups.unsqueeze(2) * _GROUP + torch.arange(_GROUP, device=groups.device)).flatten(1)
+    values = logprobs.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -torch.inf)
+    values, places = _top_k_of_all(values, k)
+    return values, ids.gather(1, places)
+
+
+def top_1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest of each row and its id, the lowest of equal ones, both [rows, 1]."""
+    groups = _group_maxima(logits).max(dim=1, keepdim=True).indices
+    ids = groups * _GROUP + torch.arange(_GROUP, device=groups.device)
+    # The last group may be short: its last member stands in for those that are not there.
+    ids.clamp_(max=logits.shape[1] - 1)
+    values, places = logits.gather(1, ids).max(dim=1, keepdim=True)
+    return values, ids.gather(1, places)
+
+
+def _group_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """Return the maximum of every `_GROUP` neighbours, [rows, groups]; the last may be fewer."""
+    vocab = logits.shape[1]
+    whole = vocab - vocab % _GROUP
+    maxima = [logits[:, :whole].view(-1, whole // _GROUP, _GROUP).amax(dim=2)] if whole else []
+    if whole < vocab:
+        maxima.append(logits[:, whole:].amax(dim=1, keepdim=True))
+    return torch.cat(maxima, dim=1) if len(maxima) > 1 else maxima[0]
+
+
+def _top_k_of_all(logprobs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `top_k` does.
 
     `torch.topk` itself picks any of those that tie at the edge and orders ties as it likes.
     """

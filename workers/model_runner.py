@@ -38,11 +38,18 @@ from workers.attention import AttentionBatch, use_batch
 from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
 from workers.loader import LoadedModel
-from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows
+from workers.logprobs import (
+    has_nan,
+    log_softmax,
+    rows_per_slice,
+    select_rows,
+    select_token_rows,
+    top_1,
+)
 from workers.sampler import Draw, TokenCounts, sample
 
-_LOGITS_BUDGET_BYTES = 96 * 2**20
-"""fp32 logits that are in memory at once."""
+_LOGITS_BUDGET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""fp32 logits that are in memory at once; on CPU little more than the processor's cache holds."""
 
 
 class _Tracked:
@@ -139,7 +146,9 @@ class _RowsDue:
 
     work: _Work
     num_logprobs: int
-    """k"""
+    """Columns beside the actual token's."""
+    token_ids: tuple[int, ...] | None
+    """What those columns hold; None for the most likely tokens."""
     hidden_rows: IntArray
     """Rows of the flattened batch."""
     targets: IntArray
@@ -160,7 +169,9 @@ class ModelRunner:
             device=model.device,
         )
         self._tracked: dict[str, _Tracked] = {}
-        self._rows_per_slice = rows_per_slice(model.vocab_size, _LOGITS_BUDGET_BYTES)
+        self._rows_per_slice = rows_per_slice(
+            model.vocab_size, _LOGITS_BUDGET_BYTES[model.device.type]
+        )
 
     @property
     def num_tracked_requests(self) -> int:
@@ -249,7 +260,7 @@ class ModelRunner:
         token_ids = chunk.token_ids
         if tracked.last_token is not None and token_ids.tolist() == [LAST_SAMPLED]:
             token_ids = tracked.last()
-        span = Span(first_row, chunk.start, len(token_ids), table)
+        span = Span(first_row, chunk.start, len(token_ids), table, chunk.first_new_position)
         end = span.end + chunk.max_more_tokens
         vocab, cache = self._model.vocab_size, self._cache
         rows = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
@@ -283,7 +294,7 @@ class ModelRunner:
         """Run the model over all chunks and fill in what each brought."""
         device = self._model.device
         num_tokens = sum(work.span.num_tokens for work in works)
-        token_ids = np.zeros(padded_rows(num_tokens), np.int64)
+        token_ids = np.zeros(padded_rows(num_tokens, self._model.min_rows), np.int64)
         positions = np.zeros_like(token_ids)
         for work in works:
             rows = slice(work.span.first_row, work.span.first_row + work.span.num_tokens)
@@ -314,7 +325,7 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, rows: IntArray) -> torch.Tensor:
         """Return logits of some rows, [at least len(rows), vocab]: as many as keep bits exact."""
-        index = np.zeros(padded_rows(len(rows)), np.int64)
+        index = np.zeros(padded_rows(len(rows), self._model.min_rows), np.int64)
         index[: len(rows)] = rows
         picked = hidden.index_select(0, torch.from_numpy(index).to(hidden.device))
         return self._model.logits(picked)[:, : self._model.vocab_size]
@@ -328,9 +339,10 @@ class ModelRunner:
                 first = work.span.first_row + work.chunk.first_row_position - work.span.start
                 targets = work.chunk.row_target_ids
                 hidden_rows = first + np.arange(len(targets), dtype=np.int32)
-                due.append(_RowsDue(work, k, hidden_rows, targets))
-        # Rows of equal width are then neighbours, and are selected together.
-        due.sort(key=lambda rows: rows.num_logprobs)
+                token_ids = work.tracked.new.sampling_params.prompt_logprob_token_ids
+                due.append(_RowsDue(work, k, token_ids, hidden_rows, targets))
+        # Rows with the same columns are then neighbours, and are selected together.
+        due.sort(key=_columns)
         for piece in _slices(due, self._rows_per_slice):
             logits = self._logits(hidden, np.concatenate([rows.hidden_rows for rows in piece]))
             logprobs = log_softmax(logits)
@@ -343,13 +355,16 @@ class ModelRunner:
         """Yield the rows of each request in a slice, failing those that met NaN."""
         first = 0
         spoilt = has_nan(logprobs).cpu().numpy()
-        for k, group in itertools.groupby(piece, key=lambda rows: rows.num_logprobs):
+        for _, group in itertools.groupby(piece, key=_columns):
             members = list(group)
             targets = np.concatenate([rows.targets for rows in members]).astype(np.int64)
             end = first + len(targets)
-            found = select_rows(
-                logprobs[first:end], torch.from_numpy(targets).to(logprobs.device), k
-            ).to_host()
+            actual = torch.from_numpy(targets).to(logprobs.device)
+            k, token_ids = members[0].num_logprobs, members[0].token_ids
+            if token_ids is None:
+                found = select_rows(logprobs[first:end], actual, k).to_host()
+            else:
+                found = select_token_rows(logprobs[first:end], actual, token_ids).to_host()
             offset = 0
             for rows in members:
                 own = slice(offset, offset + len(rows.targets))
@@ -365,9 +380,10 @@ class ModelRunner:
         for first in range(0, len(asking), self._rows_per_slice):
             part = asking[first : first + self._rows_per_slice]
             last = np.array([w.span.first_row + w.span.num_tokens - 1 for w in part])
-            logits = self._logits(hidden, last).float()
-            finite = torch.isfinite(logits.amax(dim=1)).tolist()
-            greedy = logits.argmax(dim=1).tolist()
+            logits = self._logits(hidden, last)
+            best, best_ids = top_1(logits)
+            finite = torch.isfinite(best[:, 0]).tolist()
+            greedy = best_ids[:, 0].tolist()
             for row, work in enumerate(part):
                 if not finite[row]:
                     self._fail(work, "its logits")
@@ -375,7 +391,9 @@ class ModelRunner:
                 draw = work.tracked.draw()
                 try:
                     plain = draw.is_greedy and draw.uses_raw_logits
-                    token = greedy[row] if plain else sample(logits[row].cpu().numpy(), draw)
+                    token = (
+                        greedy[row] if plain else sample(logits[row].float().cpu().numpy(), draw)
+                    )
                 except HaversackError as error:
                     work.error = error
                     continue
@@ -420,6 +438,10 @@ def _followers(works: Sequence[_Work]) -> list[_Work]:
         if follower is not None:
             followers.append(follower)
     return followers
+
+
+def _columns(rows: _RowsDue) -> tuple[int, tuple[int, ...]]:
+    return (rows.num_logprobs, rows.token_ids or ())
 
 
 def _within(ids: IntArray, limit: int) -> bool:

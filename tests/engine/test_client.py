@@ -49,7 +49,8 @@ def started(client: Client, request_id: str) -> None:
 
 
 def test_a_prompt_is_scored_and_continued(client: Client) -> None:
-    output = result_of(client, max_tokens=6, logprobs=1, prompt_logprobs=2, **GREEDY)
+    params = SamplingParams(max_tokens=6, logprobs=1, prompt_logprobs=2, **GREEDY)
+    output = client.submit(PROMPT, params, cache_salt="cold").result(timeout=DEADLINE_S)
     assert output.finished
     assert output.prompt is None
     assert output.prompt_token_ids == PROMPT
@@ -74,6 +75,51 @@ def test_a_prompt_is_scored_and_continued(client: Client) -> None:
     assert completion.cumulative_logprob == pytest.approx(sum(own))
     assert output.stats is not None
     assert output.num_cached_tokens == 0
+
+
+def test_rows_of_a_prefix_that_was_scored_before_come_from_the_cache(client: Client) -> None:
+    """The same rows as without any cache, for the same prompt, a longer one and a part of it."""
+    block_size = ENGINE["block_size"]
+
+    def scored(prompt: list[int], **params: Any) -> RequestOutput:
+        own = SamplingParams(**{"max_tokens": 0, "prompt_logprobs": 3, **params})
+        return client.submit(prompt, own, cache_salt="rows").result(timeout=DEADLINE_S)
+
+    scored(PROMPT)
+    num_full = len(PROMPT) // block_size * block_size
+    cases: list[tuple[list[int], dict[str, Any], int]] = [
+        (PROMPT, {}, num_full - 1),
+        (PROMPT, {"prompt_logprobs": 1, "max_tokens": 4, "logprobs": 1, **GREEDY}, num_full - 1),
+        ([*PROMPT, 7, 8, 9] * 2, {}, num_full - 1),
+        (PROMPT[:num_full], {}, num_full),
+        (PROMPT[:20], {}, 15),
+        (PROMPT, {"prompt_logprobs": 5, "prompt_logprobs_start": 30}, 29),
+        (PROMPT, {"prompt_logprobs": None, "prompt_logprob_token_ids": [9, 4]}, 0),
+    ]
+    for prompt, params, num_cached in cases:
+        output = scored(prompt, **params)
+        assert output.num_cached_tokens == num_cached, params
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(prompt)
+        computed = scored(prompt, **params, skip_reading_prefix_cache=True)
+        assert computed.num_cached_tokens == 0
+        assert computed.prompt_logprobs == output.prompt_logprobs
+        assert computed.outputs == output.outputs
+    stats = client.stats().scheduler
+    assert stats.num_row_cache_hit_rows >= num_full - 1
+    assert 0 < stats.num_row_cache_bytes <= 2**28
+
+
+def test_entries_before_the_first_row_asked_for_are_none(client: Client) -> None:
+    rows = result_of(client, max_tokens=0, prompt_logprobs=1, prompt_logprobs_start=9)
+    assert rows.prompt_logprobs is not None
+    assert [entry is None for entry in rows.prompt_logprobs] == [True] * 9 + [False] * 26
+    assert rows.prompt_logprobs[9:] == result_of(client, prompt_logprobs=1).prompt_logprobs[9:]
+    asked = result_of(client, max_tokens=0, prompt_logprob_token_ids=[5, 70])
+    assert asked.prompt_logprobs is not None
+    assert list(asked.prompt_logprobs[1] or ()) == [PROMPT[1], 5, 70]
+    with pytest.raises(InvalidRequest, match="prompt_logprobs_start=36"):
+        result_of(client, prompt_logprobs=1, prompt_logprobs_start=36)
 
 
 def test_a_prompt_can_be_scored_alone(client: Client) -> None:

@@ -48,7 +48,9 @@ def test_the_default_model_keeps_its_bits_through_forced_evictions() -> None:
         "which had stood still since autumn, began to turn. "
     )
     prompts = [text * 3 + "He said", text * 5, text[:40], text * 2 + "Then the rain stopped."]
-    params = SamplingParams(prompt_logprobs=5, logprobs=2, max_tokens=8, seed=1)
+    params = SamplingParams(
+        prompt_logprobs=5, logprobs=2, max_tokens=8, seed=1, skip_reading_prefix_cache=True
+    )
     settings = {"model": DEFAULT_MODEL, "device": "cpu", "namespace": "haversack-tests"}
     with Client(name="default-roomy", num_workers=1, num_blocks=200, **settings) as client:
         undisturbed = [bits(output) for output in client.generate(prompts, params)]

@@ -50,6 +50,7 @@ def load() -> list[tuple[list[int], SamplingParams]]:
         own = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 240))).tolist()
         params = SamplingParams(
             prompt_logprobs=(1, None, 0)[index % 3],
+            skip_reading_prefix_cache=(True, False, False)[index % 3],
             logprobs=(None, 2)[index % 2],
             max_tokens=(0, 8, 30)[index % 3] if index % 3 else 6,
             temperature=0.9,

@@ -44,7 +44,14 @@ class Console:
         self._client = client
         self._prompts = [rng.integers(0, 250, num_tokens).tolist() for _ in range(num_requests)]
         self._params = [
-            SamplingParams(prompt_logprobs=2, logprobs=1, max_tokens=8, seed=i, ignore_eos=True)
+            SamplingParams(
+                prompt_logprobs=2,
+                logprobs=1,
+                max_tokens=8,
+                seed=i,
+                ignore_eos=True,
+                skip_reading_prefix_cache=True,
+            )
             for i in range(num_requests)
         ]
 

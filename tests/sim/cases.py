@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from scheduler.actions import AnyAction, SaveBlocks
@@ -78,7 +77,7 @@ def check(engine: SimEngine, name: str) -> None:
     params, tokens = submission.sampling_params, submission.prompt_token_ids
     room = engine.config.max_model_len - len(tokens) + 1
     for index in range(params.n):
-        own = params if not index else msgspec.structs.replace(params, prompt_logprobs=None)
+        own = params if not index else params.without_prompt_logprobs()
         expected = expected_output(
             tokens, own, submission.seed + index, min(params.max_tokens, room)
         )

@@ -40,17 +40,22 @@ def _mix(parent: int, token: int) -> int:
     return value ^ (value >> 29)
 
 
-def _row(total: int, actual: int, k: int) -> tuple[list[int], list[float], list[int]]:
+def _row(
+    total: int, actual: int, k: int, asked: Sequence[int] | None
+) -> tuple[list[int], list[float], list[int]]:
     """Return (token ids, logprobs, ranks) of a made-up but honest distribution."""
     shift = total % VOCAB_SIZE
-    tokens = [actual, *((place - shift) % VOCAB_SIZE for place in range(k))]
+    likely = [(place - shift) % VOCAB_SIZE for place in range(k)]
+    tokens = [actual, *(likely if asked is None else asked)]
     places = [(token + shift) % VOCAB_SIZE for token in tokens]
     logprobs = [float(np.float32(-0.25 * p - (total % 997) / 1000)) for p in places]
     return tokens, logprobs, [p + 1 for p in places]
 
 
-def _rows(totals: Sequence[int], actuals: Sequence[int], k: int) -> Logprobs:
-    rows = [_row(total, actual, k) for total, actual in zip(totals, actuals, strict=True)]
+def _rows(
+    totals: Sequence[int], actuals: Sequence[int], k: int, asked: Sequence[int] | None = None
+) -> Logprobs:
+    rows = [_row(total, actual, k, asked) for total, actual in zip(totals, actuals, strict=True)]
     return Logprobs(
         int_array([r[0] for r in rows]).reshape(len(rows), k + 1),
         np.asarray([r[1] for r in rows], np.float32).reshape(len(rows), k + 1),
@@ -171,15 +176,22 @@ class FakeRunner:
         table = np.asarray(tracked.table)
         if end > len(table) * self.block_size:
             raise RuntimeError(f"{chunk.request_id}: {end} tokens in {len(table)} blocks")
-        if POISON in tokens:
-            return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
         positions = np.arange(end)
         where = (table[positions // self.block_size], positions % self.block_size)
+        if POISON in tokens:
+            new = max(chunk.start, chunk.first_new_position)
+            self.kv[where[0][new:], where[1][new:]] = 0
+            return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
         parent = (
             int(self.kv[where[0][chunk.start - 1], where[1][chunk.start - 1]]) if chunk.start else 0
         )
         for i, token in enumerate(tokens):
             parent = _mix(parent, token)
+            if chunk.start + i < chunk.first_new_position:
+                found = int(self.kv[where[0][chunk.start + i], where[1][chunk.start + i]])
+                if found != parent:
+                    raise RuntimeError(f"{chunk.request_id}: {chunk.start + i} is not there yet")
+                continue
             self.kv[where[0][chunk.start + i], where[1][chunk.start + i]] = parent
         totals = np.cumsum(self.kv[where], dtype=np.uint64)
         rows = sampled = sampled_logprobs = None
@@ -189,7 +201,8 @@ class FakeRunner:
                 chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids)
             )
             k = _width(tracked.new.num_prompt_logprobs)
-            rows = _rows([int(totals[p]) for p in at], chunk.row_target_ids.tolist(), k)
+            asked = params.prompt_logprob_token_ids
+            rows = _rows([int(totals[p]) for p in at], chunk.row_target_ids.tolist(), k, asked)
         if chunk.sample:
             total = int(totals[end - 1])
             young = tracked.num_output_tokens < params.min_tokens
@@ -215,10 +228,10 @@ class Expected:
 
 
 def expected_output(
-    prompt: IntArray, params: SamplingParams, seed: int, max_tokens: int
+    prompt: IntArray, params: SamplingParams, seed: int, max_tokens: int, *, fails: bool = True
 ) -> Expected:
-    """Return the one right answer for a request."""
-    if POISON in prompt:
+    """Return the one right answer for a request, if `fails` that of a prompt with NaN too."""
+    if POISON in prompt and fails:
         return Expected(None, [], None, FinishReason.ERROR)
     tokens = prompt.tolist()
     totals: list[int] = []
@@ -228,8 +241,10 @@ def expected_output(
         total = (total + parent) & MASK
         totals.append(total)
     rows = None
-    if params.prompt_logprobs is not None:
-        rows = _rows(totals[:-1], tokens[1:], _width(params.prompt_logprobs))
+    if params.num_prompt_logprobs is not None:
+        first = max(params.prompt_logprobs_start, 1)
+        k, asked = _width(params.num_prompt_logprobs), params.prompt_logprob_token_ids
+        rows = _rows(totals[first - 1 : -1], tokens[first:], k, asked)
     output: list[int] = []
     output_totals = []
     reason = FinishReason.LENGTH

@@ -161,6 +161,7 @@ def words(action: AnyAction) -> str:
                 f"{c.request_id}[{c.start}:{c.start + len(c.token_ids)}]"
                 + (" last" if c.token_ids.tolist() == [LAST_SAMPLED] else "")
                 + (f" rows={len(c.row_target_ids)}" if len(c.row_target_ids) else "")
+                + (f" keeps {c.first_new_position}" if c.first_new_position > c.start else "")
                 + (" sample" if c.sample else "")
                 + (f"+{c.max_more_tokens}" if c.max_more_tokens else "")
                 + (" new" if c.new else "")

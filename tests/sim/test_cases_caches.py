@@ -33,7 +33,8 @@ N = 21
 
 
 def test_the_bypass_is_honoured_by_the_store_and_is_no_lookup() -> None:
-    """Run, so that the store and the worker have the blocks; again, with bypass and with rows."""
+    """Run, so that the store and the worker have the blocks; again, with bypass and with rows,
+    which nobody has computed yet."""
     engine = fake_engine(2)
     engine.submit("cold", prompt(N), generating(2))
     finish(engine, "cold")

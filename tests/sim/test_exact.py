@@ -7,7 +7,7 @@ which was alone on one worker, cold, in one chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from scheduler.actions import RunBatch
 from scheduler.config import SchedulerConfig
+from scheduler.logprobs import Logprobs
 from scheduler.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.sim.engine import SimEngine
@@ -157,11 +158,9 @@ def test_batch_mates_and_workers_change_no_bit(
 def test_cold_then_worker_hit_then_store_hit_change_no_bit(
     load: Load, right, kind: str, dtype: str
 ) -> None:
-    """With rows, though the cache may be read, and without, where it is."""
+    """With rows, which come from the cache too, and without."""
     for wants_rows in (True, False):
-        params: dict[str, Any] = {"skip_reading_prefix_cache": False}
-        if not wants_rows:
-            params["prompt_logprobs"] = None
+        params: dict[str, Any] = {} if wants_rows else {"prompt_logprobs": None}
         engine = real_engine(load(kind, dtype), num_blocks=24, chunk=100)
         answers = []
         for name in ("cold", "worker", "store"):
@@ -173,12 +172,12 @@ def test_cold_then_worker_hit_then_store_hit_change_no_bit(
             answers.append(engine.result(name).bits())
         assert answers[0] == answers[1] == answers[2]
         cached = [engine.result(n).stats.num_cached_tokens for n in ("cold", "worker", "store")]
+        assert engine.result("store").stats.num_restored_blocks == LENGTH // BLOCK_SIZE
         if wants_rows:
             assert bits(engine, "store") == right(kind, dtype)
-            assert cached == [0, 0, 0]
+            assert cached == [0, LENGTH - 2, LENGTH - 2], "the last row is in no full block"
         else:
             assert cached == [0, LENGTH - 1, LENGTH - 1]
-            assert engine.result("store").stats.num_restored_blocks == LENGTH // BLOCK_SIZE
 
 
 def evicted_after(engine: SimEngine, count: int) -> None:
@@ -204,6 +203,98 @@ def test_an_eviction_after_every_possible_chunk_changes_no_bit(
         assert bits(engine, "a") == right(kind, dtype)
         under_way = engine.config.max_steps_in_flight
         assert engine.result("a").stats.num_evictions == (count < total - under_way)
+
+
+ASKED = (7, 0, 299)
+
+
+@each_model
+@pytest.mark.parametrize(
+    "start", [1, pytest.param(64, marks=slow), 65, pytest.param(144, marks=slow), 145]
+)
+def test_rows_where_asked_are_those_of_a_full_run_after_evictions_and_cache_hits(
+    load: Load, right, kind: str, dtype: str, start: int
+) -> None:
+    """The prefix comes from the cache; the rows after it are the same, bit for bit."""
+    model = load(kind, dtype)
+    full = real_engine(model, chunk=4096)
+    submit(full, "k", prompt_logprobs=-1)
+    full.run()
+    rows = full.result("k").prompt_logprobs
+    for asked in ({"prompt_logprobs": 3}, {"prompt_logprob_token_ids": ASKED}):
+        engine = real_engine(model, 2, chunk=40, save_segment_tokens=32)
+        submit(engine, "warm", max_tokens=1, prompt_logprobs=None)
+        engine.run()
+        submit(engine, "a", **{"prompt_logprobs": None, "prompt_logprobs_start": start, **asked})
+        while engine.live:
+            engine.step()
+            engine.evict("a")
+        result = engine.result("a")
+        assert result.stats.num_evictions > 0
+        assert result.stats.num_cached_tokens >= (start - 1) // BLOCK_SIZE * BLOCK_SIZE
+        found = result.prompt_logprobs
+        assert found.num_rows == LENGTH - start
+        if start <= 144 and "prompt_logprobs" in asked:
+            assert found.same_bits(columns(rows[start - 1 :], range(4)))
+        elif start <= 144:
+            assert found.same_bits(of_tokens(rows[start - 1 :], ASKED))
+
+
+CACHED_PREFIXES = (1, 15, 16, 17, 32, 100, 128, 129, 144, 145)
+
+
+@each_model
+@pytest.mark.parametrize("chunk", [pytest.param(7, marks=slow), 64, pytest.param(512, marks=slow)])
+def test_rows_from_the_cache_are_those_that_would_be_computed(
+    load: Load, right, kind: str, dtype: str, chunk: int
+) -> None:
+    """After prompts that share more and more of it, each computed in other chunks."""
+    tokens = np.random.default_rng(0).integers(0, tiny_models.VOCAB_SIZE, LENGTH).tolist()
+    engine = real_engine(load(kind, dtype), num_blocks=200, chunk=chunk)
+    own = SamplingParams(**PARAMS)
+    for num_shared in CACHED_PREFIXES:
+        other = [(token + 1) % tiny_models.VOCAB_SIZE for token in tokens[num_shared:]]
+        warm = SamplingParams(prompt_logprobs=5, max_tokens=0)
+        engine.submit(f"warm {num_shared}", tokens[:num_shared] + other[:20], warm)
+        engine.run()
+        engine.submit(f"a {num_shared}", tokens, own)
+        engine.run()
+        assert bits(engine, f"a {num_shared}") == right(kind, dtype)
+    assert engine.result("a 145").stats.num_cached_tokens == LENGTH - 2
+
+
+@each_model
+def test_rows_from_the_cache_beside_kv_from_another_workers_save(
+    load: Load, right, kind: str, dtype: str
+) -> None:
+    engine = real_engine(load(kind, dtype), 2, chunk=40)
+    submit(engine, "cold")
+    engine.run()
+    engine.lose("w0")
+    for name in ("again", "asked", "all"):
+        more = {"asked": {"prompt_logprobs_start": 70}, "all": {"max_tokens": 0}}.get(name, {})
+        submit(engine, name, LENGTH - (name == "all"), **more)
+        engine.run()
+    assert engine.result("again").stats.num_restored_blocks == LENGTH // BLOCK_SIZE
+    assert bits(engine, "again") == right(kind, dtype)
+    full = engine.result("again").prompt_logprobs
+    assert engine.result("asked").prompt_logprobs.same_bits(full[69:])
+    assert engine.result("all").prompt_logprobs.same_bits(full[:-1])
+    assert engine.result("all").stats.num_cached_tokens == LENGTH - 1, "no worker was needed"
+
+
+def columns(rows: Logprobs, which: Iterable[int]) -> Logprobs:
+    index = list(which)
+    return Logprobs(rows.token_ids[:, index], rows.logprobs[:, index], rows.ranks[:, index])
+
+
+def of_tokens(rows: Logprobs, token_ids: Sequence[int]) -> Logprobs:
+    """What rows over the whole vocabulary say of some tokens, the actual one first."""
+    parts = []
+    for i in range(rows.num_rows):
+        places = {token: place for place, token in enumerate(rows.token_ids[i].tolist())}
+        parts.append(columns(rows[i : i + 1], [0, *(places[token] for token in token_ids)]))
+    return Logprobs.concat(parts)
 
 
 @each_model

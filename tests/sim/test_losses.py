@@ -247,7 +247,7 @@ def test_a_resumed_request_with_bypass_reads_its_own_saved_blocks_and_no_other()
     engine = fake_engine(2, save_segment_tokens=SEGMENT, enable_prefix_caching=False)
     engine.submit("other", prompt(60), generating(1))
     finish(engine, "other")
-    engine.submit("a", prompt(60), scoring(max_tokens=3))
+    engine.submit("a", prompt(60), scoring(max_tokens=3, skip_reading_prefix_cache=True))
     for _ in range(5):
         engine.step()
     engine.settle()

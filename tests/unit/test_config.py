@@ -382,6 +382,7 @@ def test_the_core_gets_the_users_limits_and_the_models_facts() -> None:
         journal_path="requests.db",
         max_logprobs=20,
         max_rows_bytes="1MiB",
+        row_cache_bytes="3MiB",
         max_queued_requests=9,
         max_queued_tokens=90,
     )
@@ -401,6 +402,7 @@ def test_the_core_gets_the_users_limits_and_the_models_facts() -> None:
         enable_journal=True,
         max_logprobs=20,
         max_rows_bytes=2**20,
+        row_cache_bytes=3 * 2**20,
         max_queued_requests=9,
         max_queued_tokens=90,
     )

@@ -712,6 +712,32 @@ def test_one_that_is_refused_stops_what_comes_after_it_but_nothing_before(
         handles[2].result(0)
 
 
+def test_or_it_stops_nothing_where_each_is_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those after it nor those that found the queue full."""
+    monkeypatch.setattr(generating, "_MAX_BATCH", 3)
+    driver = Driver(FakeScheduler())
+    handles = [driver.handle(f"r{i}") for i in range(6)]
+    full = {"r0", "r2", "r4"}
+
+    def submit(batch: list[RequestHandle]) -> list[RequestHandle | HaversackError]:
+        outcomes: list[RequestHandle | HaversackError] = []
+        for handle in batch:
+            if handle.request_id in full:
+                full.remove(handle.request_id)
+                outcomes.append(Overloaded("full"))
+            elif handle.request_id == "r1":
+                outcomes.append(RequestTooLarge("too large"))
+            else:
+                taken.append(handle.request_id)
+                outcomes.append(handle)
+        return outcomes
+
+    taken: list[str] = []
+    submit_as_room_comes(handles, submit, lambda seconds: None, stops_at_refusal=False)
+    assert sorted(taken) == ["r0", "r2", "r3", "r4", "r5"]
+    assert [handle.done() for handle in handles] == [i == 1 for i in range(6)]
+
+
 # ------------------------------------------------------------------------------------ operators
 
 

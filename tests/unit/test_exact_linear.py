@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from workers.exact_linear import AlignedActivation, ExactLinear, make_exact, padded_rows
+from workers.exact_linear import AlignedActivation, ExactLinear, _cut, make_exact, padded_rows
 
 ROWS = 640
 DTYPES = [torch.float32, torch.bfloat16]
@@ -74,7 +74,7 @@ def test_the_result_is_the_products(dtype: torch.dtype) -> None:
     assert (result.double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_where_no_other_call_passes_one_thread_and_16_rows_do(
+def test_where_no_call_on_two_threads_passes_one_thread_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -82,8 +82,26 @@ def test_where_no_other_call_passes_one_thread_and_16_rows_do(
     x = torch.randn(64, 48)
     with torch.inference_mode():
         expected = layer(x)
-        monkeypatch.setattr(layer._calls, "good", dict)
+        torch.set_num_threads(2)
+        monkeypatch.setitem(layer._parts[0].calls._good, 2, [])
         assert bits(layer(x)) == bits(expected)
+
+
+def test_a_batch_is_cut_into_large_calls_and_padded_to_the_smallest() -> None:
+    assert list(_cut(576, [16, 64, 448])) == [(0, 448), (448, 64), (512, 64)]
+    assert list(_cut(16, [48, 64])) == [(0, 48)]
+    assert list(_cut(80, [48, 64])) == [(0, 64), (64, 48)]
+
+
+def test_a_layer_wider_than_a_call_gives_all_its_outputs() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 4096 + 80).to(torch.bfloat16)
+    x = torch.randn(48, 32).to(torch.bfloat16)
+    with torch.inference_mode():
+        result = ExactLinear(linear)(x)
+        expected = x.double() @ linear.weight.double().t() + linear.bias.double()
+    assert result.shape == (48, 4096 + 80)
+    assert (result.double() - expected).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,23 +124,33 @@ def test_an_activation_has_the_same_bits_in_every_batch_and_on_any_threads(
                 assert bits(part) == bits(whole[first : first + count]), (threads, count)
 
 
-def test_all_layers_of_a_model_are_replaced_and_share_their_weights() -> None:
+def test_all_layers_of_a_model_are_replaced() -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Sequential(nn.Linear(48, 16)))
     x = torch.randn(16, 32)
     expected = model(x)
-    weight = model[0].weight
     first = make_exact(model)
     assert isinstance(model[0], ExactLinear)
     assert isinstance(model[2][0], ExactLinear)
     assert isinstance(model[1], AlignedActivation)
-    assert model[0].weight is weight
     assert torch.allclose(model(x), expected, atol=1e-6)
     again = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Sequential(nn.Linear(48, 16)))
     assert make_exact(again) == first, "the digest is of the arithmetic, not of the weights"
 
 
 @pytest.mark.parametrize(
-    ("rows", "padded"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (512, 512), (513, 576)]
+    ("rows", "least", "padded"),
+    [
+        (1, 16, 16),
+        (16, 16, 16),
+        (17, 16, 32),
+        (17, 48, 48),
+        (49, 48, 64),
+        (65, 16, 128),
+        (512, 64, 512),
+        (513, 64, 576),
+    ],
 )
-def test_batches_are_padded_to_row_counts_that_are_tried(rows: int, padded: int) -> None:
-    assert padded_rows(rows) == padded
+def test_batches_are_padded_to_row_counts_that_are_tried(
+    rows: int, least: int, padded: int
+) -> None:
+    assert padded_rows(rows, least) == padded

@@ -218,6 +218,32 @@ def test_a_handle_says_what_the_scheduler_need_not_compute_any_more() -> None:
     assert stopped.unwanted_ids() == ["r"]
 
 
+@pytest.mark.parametrize("end", ["result", "error", "failed", "abandoned"])
+def test_whoever_asks_is_told_once_that_a_handle_is_done(end: str) -> None:
+    handle, family = make_handle(SamplingParams(max_tokens=3))
+    told: list[str] = []
+    handle.add_done_callback(lambda: told.append("first" if handle.done() else "too early"))
+    *before, last = [delta for step in deltas_of(family) for delta in step]
+    for delta in before:
+        handle.feed(delta)
+    assert told == []
+    error = RequestFailed("no more")
+    if end == "result":
+        handle.feed(last)
+    elif end == "error":
+        handle.feed(OutputDelta("r", finish_reason=FinishReason.ERROR, error=error.to_wire()))
+    elif end == "failed":
+        handle.fail(error)
+    else:
+        handle.abandon()
+    assert told == ["first"]
+    handle.feed(last)
+    handle.fail(error)
+    handle.abandon()
+    handle.add_done_callback(lambda: told.append("second"))
+    assert told == ["first", "second"]
+
+
 def test_an_error_of_the_request_ends_it_after_what_came_before() -> None:
     handle, family = make_handle(SamplingParams(max_tokens=6))
     handle.feed(deltas_of(family)[0][0])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -99,10 +100,10 @@ def test_the_fingerprint_is_of_weights_dtype_and_shapes_and_not_of_the_place(
             str(with_config(llama, tmp_path / "eps", rms_norm_eps=0.01))
         ).fingerprint,
     }
-    trained = load_model(str(llama), dtype="fp32")
+    trained = AutoModelForCausalLM.from_pretrained(llama)
     with torch.no_grad():
-        trained.model.model.layers[1].mlp.down_proj.weight[5, 7] += 0.01
-    trained.model.save_pretrained(tmp_path / "trained")
+        trained.model.layers[1].mlp.down_proj.weight[5, 7] += 0.01
+    trained.save_pretrained(tmp_path / "trained")
     tiny_models.byte_tokenizer().save_pretrained(tmp_path / "trained")
     others["one weight"] = load_model(str(tmp_path / "trained"), dtype="fp32").fingerprint
     assert len({first, *others.values()}) == 1 + len(others), others

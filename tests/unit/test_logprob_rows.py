@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from scheduler.sampling_params import ALL_LOGPROBS
-from workers.logprobs import has_nan, log_softmax, rows_per_slice, select_rows, top_k
+from workers.logprobs import (
+    has_nan,
+    log_softmax,
+    rows_per_slice,
+    select_rows,
+    select_token_rows,
+    top_k,
+)
 
 VOCAB = 700
 
@@ -43,6 +50,25 @@ def test_rows_are_the_actual_token_then_the_top_k(k: int, dtype: torch.dtype) ->
         assert rows.logprobs[i].tobytes() == full[i][rows.token_ids[i]].tobytes()
         ranks = [1 + int((full[i] > value).sum()) for value in rows.logprobs[i]]
         assert rows.ranks[i].tolist() == ranks
+
+
+@pytest.mark.parametrize("num_asked", [1, 4, 200, VOCAB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_given_tokens_are_the_actual_one_then_those_in_their_order(
+    num_asked: int, dtype: torch.dtype
+) -> None:
+    """The same numbers as in rows over the whole vocabulary, ranks among ties included."""
+    logprobs = log_softmax(random_logits(16, dtype))
+    logprobs[3, 5] = -torch.inf
+    targets = torch.arange(16) * 40
+    asked = np.random.default_rng(0).permutation(VOCAB)[:num_asked].tolist()
+    rows = select_token_rows(logprobs, targets, asked).to_host()
+    every = select_rows(logprobs, targets, ALL_LOGPROBS).to_host()
+    for i in range(16):
+        assert rows.token_ids[i].tolist() == [40 * i, *asked]
+        places = [every.token_ids[i].tolist().index(t) for t in [40 * i, *asked]]
+        assert rows.logprobs[i].tobytes() == every.logprobs[i][places].tobytes()
+        assert rows.ranks[i].tolist() == every.ranks[i][places].tolist()
 
 
 def test_logprobs_are_the_natural_log_softmax() -> None:

@@ -420,6 +420,77 @@ def test_nan_in_a_decode_fails_that_request_and_its_blocks_serve_the_next(
     assert after == Answer(fresh.finish(fresh.request(clean(50, 1), PARAMS), [50]))
 
 
+@pytest.mark.parametrize("is_poisonous", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_positions_in_shared_blocks_are_computed_without_touching_them(
+    poisoned: LoadedModel, size: int, is_poisonous: bool
+) -> None:
+    """Their rows are those that were computed before, and a failure wipes only what is new."""
+    own = driver(poisoned)
+    tokens = clean(64, 1)
+    warm = own.request(tokens, msgspec.structs.replace(PARAMS, max_tokens=0), "warm")
+    own.step([(warm, 0, 64)])
+    assert warm.prompt_logprobs is not None
+    expected = warm.prompt_logprobs.array()
+    shared = own.tables["warm"][:2]
+    before = own.runner.read_blocks(shared)
+    if is_poisonous:
+        tokens[31 + size - 1 : 31 + size] = [13]
+    request = own.request(tokens, PARAMS, "next")
+    request.advance(31, expected[:31])
+    own.tables["next"] = list(shared)
+    mate = own.request(clean(50, 2), PARAMS, "mate")
+    chunk = msgspec.structs.replace(own.chunk(request, 31, 31 + size), first_new_position=32)
+    chunks = [chunk, own.chunk(mate, 0, 20)]
+    together = own.run(chunks) if size > 1 else [*own.run(chunks[:1]), *own.run(chunks[1:])]
+    result, other = together
+    assert own.runner.read_blocks(shared).tobytes() == before.tobytes()
+    assert other.error is None
+    if is_poisonous:
+        assert result.error is not None
+        assert not own.runner.read_blocks(own.tables["next"][2:]).any()
+        return
+    assert result.rows is not None
+    assert result.rows.same_bits(expected[31 : 31 + size])
+    request.advance(31 + size, result.rows)
+    own.finish(request, [20], start=31 + size)
+    fresh = driver(poisoned, seed=4)
+    assert Answer(request) == Answer(fresh.finish(fresh.request(tokens, PARAMS), [64]))
+
+
+@pytest.mark.parametrize("start", [0, 1, 16, 17, 200, LENGTH - 1, LENGTH])
+def test_rows_of_given_tokens_from_an_index_on(load: Load, start: int) -> None:
+    """Columns of those over the whole vocabulary, in a batch with rows of other columns."""
+    own = driver(load("llama", "bf16"))
+    asked = (7, VOCAB - 1, 0)
+    params = [
+        SamplingParams(prompt_logprobs=-1, max_tokens=0),
+        SamplingParams(prompt_logprob_token_ids=asked, prompt_logprobs_start=start, max_tokens=0),
+        SamplingParams(prompt_logprobs=3, prompt_logprobs_start=start, max_tokens=0),
+    ]
+    requests = [own.request(prompt(), each, str(i)) for i, each in enumerate(params)]
+    for first in range(0, LENGTH, 100):
+        own.step([(request, first, min(first + 100, LENGTH)) for request in requests])
+    every, some, top = (
+        r.prompt_logprobs.array() for r in requests if r.prompt_logprobs is not None
+    )
+    first_index = max(start, 1)
+    assert some.num_rows == top.num_rows == LENGTH - first_index
+    assert top.same_bits(whole_rows(load)[first_index - 1 :])
+    for row in range(some.num_rows):
+        of = every[first_index - 1 + row : first_index + row]
+        places = [of.token_ids[0].tolist().index(t) for t in some.token_ids[row].tolist()]
+        assert some.token_ids[row].tolist() == [prompt()[first_index + row], *asked]
+        assert some.logprobs[row].tobytes() == of.logprobs[0][places].tobytes()
+        assert some.ranks[row].tolist() == of.ranks[0][places].tolist()
+
+
+def whole_rows(load: Load) -> Logprobs:
+    rows = whole(load, "llama", "bf16").prompt
+    assert rows is not None
+    return rows
+
+
 def test_stale_nan_in_blocks_handed_out_again_reaches_nobody(load: Load) -> None:
     expected = whole(load, "llama", "bf16")
     own = driver(load("llama", "bf16"))
@@ -428,13 +499,26 @@ def test_stale_nan_in_blocks_handed_out_again_reaches_nobody(load: Load) -> None
     assert Answer(own.finish(own.request(prompt(), PARAMS), [100])) == expected
 
 
+class PlusOffset(torch.nn.Module):
+    """An output layer whose logits are shifted."""
+
+    def __init__(self, inner: torch.nn.Module, offset: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        self.offset = offset
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + self.offset
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_an_output_layer_that_overflows_fails_the_requests_that_see_it(
     tmp_path: Path, value: float
 ) -> None:
     model = load_model(str(tiny_models.tiny_llama(tmp_path)), dtype="fp32")
-    with torch.no_grad():
-        model.model.lm_head.weight[7] = value
+    offset = torch.zeros(VOCAB)
+    offset[7] = value
+    model.model.lm_head = PlusOffset(model.model.lm_head, offset)
     own = driver(model)
     for params in (
         PARAMS,
@@ -456,16 +540,7 @@ def test_logits_of_minus_infinity_are_legal(tmp_path: Path) -> None:
     model = load_model(str(tiny_models.tiny_llama(tmp_path)), dtype="fp32")
     masked = torch.zeros(VOCAB)
     masked[200:] = -torch.inf
-
-    class Masked(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.inner(hidden) + masked
-
-    model.model.lm_head = Masked(model.model.lm_head)
+    model.model.lm_head = PlusOffset(model.model.lm_head, masked)
     own = driver(model)
     request = own.finish(
         own.request([1, 250, 2], SamplingParams(prompt_logprobs=-1, max_tokens=4)), [8]

@@ -43,6 +43,14 @@ def test_a_prompt_of_one_token_has_one_entry_which_is_none() -> None:
     assert list(view) == [None]
 
 
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_entries_before_the_first_row_are_none(first: int) -> None:
+    view = PromptLogprobsView(THREE, decode, first)
+    assert len(view) == first + 3
+    assert list(view) == [None] * first + list(PromptLogprobsView(THREE, decode))[1:]
+    assert (view == PromptLogprobsView(THREE, decode)) is (first == 1)
+
+
 def test_an_entry_maps_the_actual_token_first_then_the_likeliest() -> None:
     entry = PromptLogprobsView(THREE, decode)[1]
     assert entry == {

@@ -39,14 +39,14 @@ def test_a_queued_request_past_its_deadline_ends_before_it_costs_anything() -> N
     script = Script(enable_offload=False, max_num_seqs=1)
     script.submit("runs", 17)
     script.submit("late", 17, timeout_s=5.0)
-    script.submit("next", 4)
+    script.submit("next", 3)
     assert script.say(Tick(time_s=4.999)) == []
     assert script.say(Tick(time_s=5.0)) == ["tell late.0 error DeadlineExceeded"]
     assert "timeout_s" in told_error(script).message
     assert told_error(script).details == {"num_computed_tokens": 0}
     script.computed()
     script.computed()
-    assert script.computed()[-1] == "w0 runs forget runs, next[0:4] new"
+    assert script.computed()[-1] == "w0 runs forget runs, next[0:3] new"
     chunks = [c for a in script.actions if isinstance(a, RunBatch) for c in a.output.chunks]
     assert "late" not in {chunk.request_id for chunk in chunks}
     stats = script.state.stats()

@@ -32,10 +32,12 @@ def make_request(
     rows: bool = True,
     logprobs: bool = False,
     skip: bool | None = None,
+    start: int = 0,
 ) -> Request:
     params = SamplingParams(
         max_tokens=max_tokens,
         prompt_logprobs=K if rows else None,
+        prompt_logprobs_start=start,
         logprobs=K if logprobs else None,
         skip_reading_prefix_cache=skip,
     )
@@ -89,6 +91,29 @@ def test_every_chunking_of_a_prompt_gives_the_same_rows(total: int) -> None:
         assert request.output_token_ids == [1]
 
 
+@pytest.mark.parametrize("total", range(1, 7))
+def test_rows_from_any_index_on_are_the_last_ones_of_all_whatever_the_chunking(total: int) -> None:
+    for start_index in range(total + 1):
+        for ends in chunkings(total):
+            request = make_request(total, start=start_index)
+            first = max(start_index, 1)
+            start = 0
+            for end in ends:
+                targets = request.row_target_ids(start, end)
+                if len(targets):
+                    position = request.row_position(start)
+                    assert start <= position < end
+                    assert targets[0] == request.prompt_token_ids[position + 1]
+                compute(request, start, end)
+                request.validate()
+                assert request.prompt_logprobs is not None
+                assert request.prompt_logprobs.num_rows == max(min(end, total - 1) - first + 1, 0)
+                start = end
+            expected = rows_for(request.prompt_token_ids[first:])
+            assert request.prompt_logprobs.array().same_bits(expected), (start_index, ends)
+            assert request.num_rows_missing == 0
+
+
 def test_a_last_chunk_of_one_token_adds_no_row_and_still_completes() -> None:
     """The chunk before ends at exactly N-1: every row is there, and the request is not done."""
     request = make_request(5)
@@ -140,7 +165,8 @@ def test_scoring_alone_samples_nothing() -> None:
 @given(st.integers(1, 8), st.data())
 def test_nothing_is_computed_twice_or_lost_over_evictions(total: int, data: st.DataObject) -> None:
     """KV is lost at any point, chunks start again at any earlier position, output grows between."""
-    request = make_request(total, max_tokens=5, logprobs=True)
+    first = data.draw(st.integers(1, total), label="first row")
+    request = make_request(total, max_tokens=5, logprobs=True, start=first)
     brought = 0
     start = 0
     for _ in range(60):
@@ -154,11 +180,11 @@ def test_nothing_is_computed_twice_or_lost_over_evictions(total: int, data: st.D
         compute(request, start, end, token=50 + len(request.output_token_ids))
         assert request.num_computed_tokens == max(before, end)
         start = end
-    assert brought <= total - 1
+    assert brought <= total - first
     assert request.prompt_logprobs is not None
     assert request.output_logprobs is not None
     held = request.prompt_logprobs.array()
-    assert held.same_bits(rows_for(request.prompt_token_ids[1 : held.num_rows + 1]))
+    assert held.same_bits(rows_for(request.prompt_token_ids[first:][: held.num_rows]))
     sampled = int_array(request.output_token_ids)
     assert request.output_logprobs.array().same_bits(rows_for(sampled))
 
@@ -315,32 +341,71 @@ def test_what_may_be_read_from_a_cache(
     while True:
         last = request.num_tokens - 1
         own = min(request.num_computed_tokens, last)
-        if skip or (skip is None and rows):
+        if skip:
             expected = ReadLimits(0, own)
         elif rows and request.num_computed_tokens < num_prompt_tokens - 1:
             expected = ReadLimits(own, own)
         else:
             expected = ReadLimits(last, own)
-        assert request.num_readable_tokens == expected
+        assert request.num_readable_tokens(block_size=1) == expected
         if len(request.output_token_ids) == 3:
             return
         compute(request, request.num_computed_tokens, request.num_computed_tokens + 1)
+
+
+@pytest.mark.parametrize("start", range(7))
+def test_positions_before_the_first_row_may_come_from_any_cache(start: int) -> None:
+    """The row of index i is made at position i-1, which has to be computed."""
+    request = make_request(6, start=start)
+    expected = 5 if start == 6 else max(start - 1, 0)
+    assert request.num_readable_tokens(block_size=1) == ReadLimits(expected, 0)
+
+
+@given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12), st.integers(0, 14), st.data())
+def test_others_kv_is_read_to_the_end_of_the_block_of_the_first_position_due(
+    total: int, start: int, computed: int, num_row_tokens: int, data: st.DataObject
+) -> None:
+    """No further, and not that block either where all of it is due."""
+    request = make_request(total, start=min(start, total))
+    for _ in range(min(computed, total - 1)):
+        compute(request, request.num_computed_tokens, request.num_computed_tokens + 1)
+    block_size = data.draw(st.integers(1, 6), label="block size")
+    shared, _ = request.num_readable_tokens(block_size, num_row_tokens)
+    due = request.first_due_position(num_row_tokens)
+    held = request.num_prompt_rows_at(request.num_computed_tokens) + request.first_row_index
+    needed = range(max(held, num_row_tokens), total)
+    assert due == (needed[0] - 1 if needed else total - 1)
+    for first in range(0, total, block_size):
+        is_whole = first + block_size <= total
+        assert (first < shared) == (is_whole and first < due)
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_rows_from_a_cache_move_progress_as_computed_ones_do(start: int) -> None:
+    request = make_request(12, start=start)
+    request.advance(7, rows_for(request.prompt_token_ids[request.first_row_index : 8]))
+    request.validate()
+    assert (request.num_computed_tokens, request.first_due_position()) == (7, 7)
+    compute(request, 7, 12)
+    assert request.num_rows_missing == 0
 
 
 @given(
     st.integers(1, 9),
     st.integers(0, 3),
     st.integers(0, 12),
+    st.integers(0, 9),
     st.booleans(),
     st.sampled_from([None, False, True]),
 )
 def test_a_hit_supplies_all_that_is_needed_or_is_none(
-    total: int, max_tokens: int, steps: int, rows: bool, skip: bool | None
+    total: int, max_tokens: int, steps: int, start: int, rows: bool, skip: bool | None
 ) -> None:
-    request = make_request(total, rows=rows, skip=skip, max_tokens=max_tokens)
+    start = min(start, total) if rows else 0
+    request = make_request(total, rows=rows, skip=skip, max_tokens=max_tokens, start=start)
     for _ in range(min(steps, total + max_tokens)):
         compute(request, request.num_computed_tokens, request.num_computed_tokens + 1)
-    shared, own = request.num_readable_tokens
+    shared, own = request.num_readable_tokens(block_size=1)
     for limit in (shared, own):
         assert 0 <= limit < request.num_tokens
         assert request.num_prompt_rows_at(limit) <= request.num_prompt_rows_at(
@@ -354,7 +419,7 @@ def test_a_resumed_request_reads_its_own_blocks_although_it_bypasses_the_cache()
     """The bypass is about others' blocks; without its own, an eviction would recompute it all."""
     request = make_request(10, skip=True)
     compute(request, 0, 6)
-    assert request.num_readable_tokens == ReadLimits(shared=0, own=6)
+    assert request.num_readable_tokens(block_size=1) == ReadLimits(shared=0, own=6)
 
 
 # ---------------------------------------------------------------- numbers for the scheduler

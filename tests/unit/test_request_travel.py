@@ -123,22 +123,22 @@ def test_a_damaged_request_is_refused() -> None:
 
 def test_one_submission_becomes_n_requests_with_streams_of_their_own() -> None:
     """Prompt logprobs belong to the prompt: the first one computes them, for all."""
-    params = SamplingParams(n=3, prompt_logprobs=1, logprobs=2, max_tokens=9)
+    params = SamplingParams(
+        n=3, prompt_logprob_token_ids=[4], prompt_logprobs_start=1, logprobs=2, max_tokens=9
+    )
     submission = Submission("id", int_array([1, 2]), params, seed=5, priority=-1, cache_salt="")
     made = make_requests(submission, client_id="c")
     assert [request.request_id for request in made] == ["id#0", "id#1", "id#2"]
     assert [request.index for request in made] == [0, 1, 2]
     assert [request.seed for request in made] == [5, 6, 7]
-    assert [request.sampling_params.prompt_logprobs for request in made] == [1, None, None]
+    assert [request.sampling_params.num_prompt_logprobs for request in made] == [1, None, None]
+    assert [request.sampling_params.prompt_logprobs_start for request in made] == [1, 0, 0]
     for request in made:
         assert request.parent_id == "id"
         assert (request.client_id, request.priority, request.cache_salt) == ("c", -1, "")
         assert (request.max_tokens, request.sampling_params.logprobs) == (9, 2)
         assert request.prompt_token_ids.tolist() == [1, 2]
         assert request.status is RequestStatus.WAITING
-    first, *others = made
-    assert first.sampling_params.skips_reading_prefix_cache
-    assert not any(request.sampling_params.skips_reading_prefix_cache for request in others)
 
 
 def test_one_completion_keeps_the_id_that_the_user_gave() -> None:

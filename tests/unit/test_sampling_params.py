@@ -37,6 +37,8 @@ def test_the_defaults_are_vllms() -> None:
         "ignore_eos": False,
         "logprobs": None,
         "prompt_logprobs": None,
+        "prompt_logprobs_start": 0,
+        "prompt_logprob_token_ids": None,
         "skip_reading_prefix_cache": None,
         "detokenize": True,
         "skip_special_tokens": True,
@@ -47,6 +49,17 @@ def test_the_defaults_are_vllms() -> None:
 @pytest.mark.parametrize("k", [None, 0, 1, 20, 21, -1])
 def test_a_number_of_logprobs_that_is_allowed(name: str, k: int | None) -> None:
     assert getattr(SamplingParams(**{name: k}), name) == k
+
+
+@pytest.mark.parametrize("k", [None, 0])
+def test_token_ids_for_prompt_rows_ask_for_rows_by_themselves(k: int | None) -> None:
+    params = SamplingParams(prompt_logprobs=k, prompt_logprob_token_ids=[5, 3])  # type: ignore[arg-type]
+    assert params.prompt_logprob_token_ids == (5, 3)
+    assert (params.prompt_logprobs, params.num_prompt_logprobs) == (0, 2)
+    assert decode(encode(params), SamplingParams) == params
+    bare = params.without_prompt_logprobs()
+    assert bare == SamplingParams()
+    assert bare.num_prompt_logprobs is None
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
@@ -69,6 +82,8 @@ REFUSED = [
     *[("presence_penalty", bad) for bad in (-2.1, 2.1, math.nan, -(10**400))],
     *[("frequency_penalty", bad) for bad in (-2.1, 2.1, math.nan)],
     *[("repetition_penalty", bad) for bad in (0, -1.0, math.inf, math.nan, 10**400)],
+    *[("prompt_logprobs_start", bad) for bad in (-1, 1.0, None, True, 2**31)],
+    *[("prompt_logprob_token_ids", bad) for bad in ([], [-1], [1, 1], [True], "12", 5, [2**31])],
     *[("seed", bad) for bad in (-1, 2**63, 1.0, True, "7")],
     *[("stop", bad) for bad in ("", ["a", ""], [1], 5, b"x", ["\ud800"])],
     *[("stop_token_ids", bad) for bad in ([-1], [1.0], ["1"], [True], 5, 0, False, "12", [2**64])],
@@ -103,6 +118,10 @@ def test_values_that_can_not_go_together_are_refused() -> None:
         SamplingParams(max_tokens=3, min_tokens=4)
     with pytest.raises(InvalidRequest, match="detokenize"):
         SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs_start"):
+        SamplingParams(prompt_logprobs_start=3)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs=1"):
+        SamplingParams(prompt_logprobs=1, prompt_logprob_token_ids=[3])
     assert SamplingParams(max_tokens=None, min_tokens=4).min_tokens == 4
     assert SamplingParams(max_tokens=3, min_tokens=3).min_tokens == 3
 
@@ -148,15 +167,15 @@ def test_biases_are_clamped() -> None:
     ("prompt_logprobs", "flag", "skips"),
     [
         (None, None, False),
-        (0, None, True),
-        (-1, None, True),
+        (0, None, False),
+        (-1, None, False),
         (None, True, True),
         (None, False, False),
         (1, True, True),
         (1, False, False),
     ],
 )
-def test_the_cache_is_bypassed_by_default_where_prompt_logprobs_are_asked_for(
+def test_the_cache_is_bypassed_only_where_the_user_says_so(
     prompt_logprobs: int | None, flag: bool | None, skips: bool
 ) -> None:
     params = SamplingParams(prompt_logprobs=prompt_logprobs, skip_reading_prefix_cache=flag)

@@ -128,10 +128,21 @@ def test_a_request_that_wants_rows_asks_the_store_for_nothing() -> None:
 
 
 def test_a_store_that_promises_more_than_was_asked_for_is_not_believed() -> None:
-    """The last token is always computed: its logits are what the user wants."""
     script = Script()
-    script.submit("a", 8, max_tokens=1)
+    script.submit("a", 7, max_tokens=1)
     assert script.say(LookupDone(script.last(LookupBlocks).op_id, 8)) == ["load 1 for a on w0"]
+
+
+def test_the_last_token_is_computed_where_all_is_in_the_store_and_its_kv_is_left_alone() -> None:
+    """Its logits are what the user wants."""
+    script = Script()
+    assert script.submit("a", 8, max_tokens=1) == ["look up 2 for a: shared 8, own 0"]
+    assert script.say(LookupDone(script.last(LookupBlocks).op_id, 8)) == ["load 2 for a on w0"]
+    assert script.say(LoadDone(script.last(LoadBlocks).op_id, 2)) == [
+        "release a",
+        "w0 runs a[7:8] keeps 8 sample new",
+    ]
+    assert "tell a.0 tokens=[7] length" in script.computed()
 
 
 # ------------------------------------------------------------------------- eviction and resuming
@@ -140,7 +151,7 @@ def test_a_store_that_promises_more_than_was_asked_for_is_not_believed() -> None
 def test_an_evicted_request_saves_its_full_blocks_and_reads_only_its_own_back() -> None:
     """Evicted between chunks: no row is asked for twice, less than one block is recomputed."""
     script = Script()
-    script.submit("a", 17, prompt_logprobs=1)
+    script.submit("a", 17, prompt_logprobs=1, skip_reading_prefix_cache=True)
     assert script.say(EvictRequested("a")) == [], "a chunk is under way"
     assert script.computed() == ["save 2 of a owned replace"]
     assert script.status("a") is RequestStatus.SAVING
@@ -158,7 +169,7 @@ def test_an_evicted_request_saves_its_full_blocks_and_reads_only_its_own_back() 
 
 def test_a_save_that_fails_costs_kv_and_no_row() -> None:
     script = Script()
-    script.submit("a", 17, prompt_logprobs=1)
+    script.submit("a", 17, prompt_logprobs=1, skip_reading_prefix_cache=True)
     script.say(EvictRequested("a"))
     script.computed()
     script.say(SaveFailed(script.last(SaveBlocks).op_id, "disk full"))
@@ -213,7 +224,7 @@ def test_a_decode_without_a_block_waits_for_older_ones_and_evicts_younger_ones()
 
 
 def test_a_higher_priority_takes_the_place_of_a_lower_one() -> None:
-    script = Script(num_blocks=4, enable_offload=False)
+    script = Script(num_blocks=4, enable_offload=False, row_cache_bytes=0)
     script.submit("low", 12, priority=1, prompt_logprobs=1)
     assert script.submit("equal", 12, priority=1, prompt_logprobs=1) == []
     script.submit("high", 12, priority=0, prompt_logprobs=1)
@@ -326,7 +337,7 @@ def test_an_answer_that_lacks_something_fails_its_request_and_not_the_engine(fau
 
 def test_a_lost_worker_costs_kv_and_no_row() -> None:
     script = Script(num_workers=2)
-    script.submit("a", 17, prompt_logprobs=1)
+    script.submit("a", 17, prompt_logprobs=1, skip_reading_prefix_cache=True)
     script.computed()
     assert script.say(WorkerLost("w0", "killed")) == ["look up 2 for a: shared 0, own 8, skip"]
     assert script.say(LookupDone(script.last(LookupBlocks).op_id, 0)) == [
@@ -515,7 +526,7 @@ def test_a_draining_worker_waits_for_the_copies_that_write_into_it() -> None:
 def test_a_long_prompt_is_saved_in_segments_while_it_is_computed() -> None:
     """Each save begins when a segment is there and the one before it is done."""
     script = Script(save_segment_tokens=8)
-    script.submit("a", 33, prompt_logprobs=1)
+    script.submit("a", 33, prompt_logprobs=1, skip_reading_prefix_cache=True)
     assert script.computed() == ["save 2 of a owned replace", "w0 runs a[8:16] rows=8"]
     assert script.computed() == ["w0 runs a[16:24] rows=8"], "the first one is under way"
     assert script.say(SaveDone(script.last(SaveBlocks).op_id, 2, 2)) == []
@@ -534,7 +545,7 @@ def test_a_long_prompt_is_saved_in_segments_while_it_is_computed() -> None:
 def test_a_save_answered_by_a_store_that_is_gone_counts_for_nothing() -> None:
     """The answer was on its way when the store died: what it speaks of is not there any more."""
     script = Script(save_segment_tokens=8)
-    script.submit("a", 49, prompt_logprobs=1)
+    script.submit("a", 49, prompt_logprobs=1, skip_reading_prefix_cache=True)
     script.computed()
     script.say(SaveDone(script.last(SaveBlocks).op_id, 2, 2))
     script.computed()
