@@ -124,7 +124,7 @@ def _offer(live: LiveRequest, load: Load, config: SchedulerConfig) -> _Offer | N
     if _num_tokens_before(live, load) >= _max_tokens_before(config):
         return None
     cached = policy.cached_blocks(live, worker)
-    if policy.is_prefix_coming(live, worker, len(cached)):
+    if policy.is_prefix_coming(live, worker, len(cached), config):
         return None
     if policy.num_blocks_to_take(live, worker, cached) + load.num_active > worker.pool.num_free:
         return None

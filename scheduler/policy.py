@@ -227,22 +227,42 @@ def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
     )
 
 
-def is_prefix_coming(live: LiveRequest, worker: WorkerView, num_cached: int) -> bool:
+def is_prefix_coming(
+    live: LiveRequest, worker: WorkerView, num_cached: int, config: SchedulerConfig
+) -> bool:
     """Whether a request before this one is about to compute the block that it lacks next.
 
-    Then it waits and reads the block, instead of computing the same once more beside the other.
+    Then it waits and reads the block, and its rows where it needs them, instead of computing the
+    same once more beside the other.
     """
-    end = (num_cached + 1) * live.block_size
-    skips = live.request.sampling_params.skips_reading_prefix_cache
-    if skips or not worker.pool.is_caching or read_limits(live).shared < end:
+    request, end = live.request, (num_cached + 1) * live.block_size
+    skips = request.sampling_params.skips_reading_prefix_cache
+    if skips or not worker.pool.is_caching or end > request.num_prompt_tokens:
         return False
-    missing = live.block_hashes(num_cached + 1)[num_cached]
+    needs_rows = read_limits(live).shared < end
+    if needs_rows and not (config.row_cache_bytes and request.num_rows_missing):
+        return False
     return any(
-        other.num_kv_tokens < end <= other.request.num_prompt_tokens
+        (other.request.num_computed_tokens if needs_rows else other.num_kv_tokens) < end
+        and end <= other.request.num_prompt_tokens
         and other.rank < live.rank
         and other.status in (RequestStatus.LOADING, RequestStatus.RUNNING)
-        and other.block_hashes(num_cached + 1)[num_cached] == missing
+        and (not needs_rows or _brings_rows(other.request, request, end - live.block_size))
+        and other.block_hashes(num_cached + 1)[num_cached] == live.block_hashes(num_cached + 1)[-1]
         for other in worker.residents.values()
+    )
+
+
+def _brings_rows(other: Request, request: Request, first_index: int) -> bool:
+    """Whether `other` computes rows from `first_index` on, of the kind that `request` asks for."""
+    rows, wanted = other.prompt_logprobs, request.prompt_logprobs
+    return (
+        rows is not None
+        and wanted is not None
+        and rows.num_logprobs == wanted.num_logprobs
+        and other.sampling_params.prompt_logprob_token_ids
+        == request.sampling_params.prompt_logprob_token_ids
+        and other.first_row_index <= max(first_index, 1)
     )
 
 

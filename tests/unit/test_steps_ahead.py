@@ -24,7 +24,7 @@ from scheduler.events import (
 )
 from scheduler.messages import ChunkResult, ModelRunnerOutput
 from scheduler.request import RequestStatus
-from tests.sim.script import EOS, Script, submitted, worker_info
+from tests.sim.script import EOS, Script, submitted, words, worker_info
 from tests.strategies import logprobs
 
 
@@ -107,6 +107,21 @@ def test_a_request_that_waits_for_a_block_of_another_reads_it_when_it_is_there()
     assert both == ["w0 runs a[0:8] new", "w0 runs a[8:9] sample"]
     assert script.status("b") is RequestStatus.WAITING
     assert script.computed() == ["w0 runs a[9:10] last sample, b[8:10] sample new"]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_rows_that_are_about_to_be_computed_are_waited_for_like_kv(k: int) -> None:
+    """The same question is scored with two answers; rows of another kind are of no use."""
+    script = ahead(enable_prefix_caching=True)
+    params = {"max_tokens": 0, "skip_reading_prefix_cache": False}
+    a = submitted("a", 9, prompt_logprobs=1, **params)
+    b = submitted("b", 11, prompt_logprobs=k, **params)
+    script.say(a, b)
+    is_alike = k == 1
+    assert script.status("b") is (RequestStatus.WAITING if is_alike else RequestStatus.RUNNING)
+    script.computed()
+    if is_alike:
+        assert words(script.steps[-1]) == "w0 runs b[7:11] rows=3 keeps 8 new"
 
 
 def test_a_request_that_reads_no_cache_waits_for_nobody() -> None:
