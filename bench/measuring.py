@@ -25,6 +25,7 @@ from bench.sides import Engine, PeerSide, Side
 from bench.workloads import ANSWERS, GROWTH, OURS, PEAK, RESULT, TTFT, Sizes, Workload, paced
 
 _MIB = 2**20
+_WARM_UP_PROMPTS = 4
 _WARM_UP_TOKENS = 4
 _WARM_UP_SEED = 1
 
@@ -249,7 +250,7 @@ class Arena:
         """Do a little of everything that the side can do, once after its start."""
         # Prompts that no workload has: caches keep what was computed here.
         sizes, inputs = self._sizes, Inputs(self.engine.vocab_size, _WARM_UP_SEED)
-        count = sizes.requests
+        count = min(sizes.requests, _WARM_UP_PROMPTS)
         prompts = inputs.unique(count, sizes.prompt_tokens)
         if isinstance(side, PeerSide) and side.is_serving:
             wanted = [_WARM_UP_TOKENS * (i % 2) for i in range(count)]
