@@ -105,6 +105,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._wants_logprobs: set[str] = set()
+        self.free_s = 0.0
+        """When it will have computed all that it was sent."""
         self.num_tokens = 0
         """Tokens computed so far."""
         rows = int_array(np.zeros((1024, 2), np.int32))
@@ -197,8 +199,10 @@ class Engine:
         for action in actions:
             match action:
                 case RunBatch():
-                    output, cost_s = self.workers[action.worker_id].execute(action.output)
-                    end_s = self.now_s + cost_s * (1 + _JITTER * self._rng.uniform(-1, 1))
+                    worker = self.workers[action.worker_id]
+                    output, cost_s = worker.execute(action.output)
+                    cost_s *= 1 + _JITTER * self._rng.uniform(-1, 1)
+                    end_s = worker.free_s = max(self.now_s, worker.free_s) + cost_s
                     done = BatchDone(action.worker_id, output, time_s=end_s)
                     heapq.heappush(self._steps, (end_s, output.step_id, done))
                 case Emit():
