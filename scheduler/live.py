@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from offload_store.keys import HashChain
 from scheduler.block_pool import BlockPool
@@ -17,6 +18,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.transitions import change_status
 
 _STORY_LENGTH = 32
+_rank = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,8 @@ class LiveRequest:
     hashes: HashChain
     """Hashes of the full blocks of its known tokens."""
     block_size: int
+    rank: tuple[int, int] = field(init=False)
+    """`Request.rank`, which never changes while it lives."""
     worker: WorkerView | None = None
     """Set exactly while it is LOADING, RUNNING or SAVING."""
     block_ids: list[int] = field(default_factory=list)
@@ -43,8 +47,8 @@ class LiveRequest:
     """Leading block ids that the worker has been told."""
     is_known_to_worker: bool = False
     """Whether the worker has its parameters."""
-    in_flight: Chunk | None = None
-    """The chunk that is being computed."""
+    in_flight: list[InFlight] = field(default_factory=list)
+    """Its chunks under way, in the order in which they are computed."""
     op_id: int | None = None
     """The store operation it waits for while LOADING or SAVING."""
     has_progressed_here: bool = False
@@ -76,6 +80,9 @@ class LiveRequest:
     is_prompt_emitted: bool = False
     _story: deque[str] = field(default_factory=lambda: deque(maxlen=_STORY_LENGTH))
 
+    def __post_init__(self) -> None:
+        self.rank = self.request.rank
+
     @property
     def id(self) -> str:
         return self.request.request_id
@@ -99,9 +106,26 @@ class LiveRequest:
         return self.request.num_tokens - self.next_position
 
     @property
+    def planned_position(self) -> int:
+        """Where the chunk starts that follows those under way."""
+        return self.in_flight[-1].end if self.in_flight else self.next_position
+
+    @property
+    def num_planned_outputs(self) -> int:
+        """Tokens generated once all that is under way is computed, unless one ends the request."""
+        return len(self.request.output_token_ids) + sum(f.num_samples for f in self.in_flight)
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """Tokens to compute next, those included that what is under way will bring."""
+        num_tokens = self.request.num_prompt_tokens + self.num_planned_outputs
+        return num_tokens - self.planned_position
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next chunk is one token after the prompt."""
-        return not self.request.is_prefilling and self.num_pending_tokens == 1
+        is_past_prompt = self.planned_position >= self.request.num_prompt_tokens
+        return is_past_prompt and self.num_unplanned_tokens == 1
 
     def move_to(self, status: RequestStatus, time_s: float, why: str) -> None:
         """Change the status and remember why.
@@ -109,7 +133,11 @@ class LiveRequest:
         Raises:
             InvalidTransition: with the story so far.
         """
+        before = self.request.status
         change_status(self.request, status, self._story)
+        if self.worker is not None:
+            saving = RequestStatus.SAVING
+            self.worker.num_saving += (status is saving) - (before is saving)
         self.tell(time_s, why)
 
     def tell(self, time_s: float, what: str) -> None:
@@ -146,7 +174,29 @@ class InFlight:
 
     live: LiveRequest
     chunk: Chunk
+    is_void: bool = False
+    """What it continues has failed, so that nothing it brings is of use."""
     orphaned_block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Position before which it ends, unless a token before ends the request."""
+        return self.chunk.start + len(self.chunk.token_ids) + self.chunk.max_more_tokens
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that it brings, unless one before ends the request."""
+        return int(self.chunk.sample) + self.chunk.max_more_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step that a worker was sent and has not answered."""
+
+    step_id: int
+    flights: list[InFlight]
+    told_released_ids: list[str]
+    """Requests that it says have left: told again if it fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,15 +205,18 @@ class WorkerView:
 
     info: WorkerInfo
     pool: BlockPool
+    number: int = 0
+    """How many workers joined before it; settles ties."""
     residents: dict[str, LiveRequest] = field(default_factory=dict)
     """Requests that hold blocks here: LOADING, RUNNING or SAVING."""
-    step_id: int | None = None
-    """The step under way; None while idle."""
-    in_flight: list[InFlight] = field(default_factory=list)
+    num_saving: int = 0
+    """Those of them that are SAVING."""
+    steps: deque[Step] = field(default_factory=deque)
+    """Those under way, in the order in which they were sent, are computed and answered."""
+    decode_s: float | None = None
+    """Seconds that it took per token of each request in its latest step of nothing but decodes."""
     released_request_ids: list[str] = field(default_factory=list)
     """Requests that left since the last step, to be told with the next one."""
-    told_released_ids: list[str] = field(default_factory=list)
-    """Those told with the step under way: told again if it fails."""
     has_refused_releases: bool = False
     """Its latest step held nothing but those and failed: they wait for the next chunk."""
     incoming: dict[str, LiveRequest] = field(default_factory=dict)
@@ -178,7 +231,7 @@ class WorkerView:
 
     @property
     def is_idle(self) -> bool:
-        return self.step_id is None
+        return not self.steps
 
     @property
     def is_draining(self) -> bool:
@@ -187,13 +240,13 @@ class WorkerView:
     @property
     def num_seats_taken(self) -> int:
         """Requests that compute here, will, or are on their way."""
-        staying = sum(1 for r in self.residents.values() if r.status is not RequestStatus.SAVING)
-        return staying + len(self.incoming)
+        return len(self.residents) - self.num_saving + len(self.incoming)
 
     def active(self) -> list[LiveRequest]:
         """Return the residents that compute or will, in order of service."""
-        found = [r for r in self.residents.values() if r.status is not RequestStatus.SAVING]
-        return sorted(found, key=lambda r: r.request.rank)
+        saving = RequestStatus.SAVING
+        found = [r for r in self.residents.values() if r.request.status is not saving]
+        return sorted(found, key=_rank)
 
     def num_leaving_blocks(self) -> int:
         """Blocks that come free without a further decision."""

@@ -5,14 +5,13 @@ long a chunk, when to stop. They look at state and change none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler.codec import IntArray
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, RequestTooLarge
-from scheduler.live import LiveRequest, WorkerView
+from scheduler.live import LiveRequest, Step, WorkerView
 from scheduler.logprobs import LogprobRows
 from scheduler.messages import SchedulerStats, Submission
 from scheduler.request import FinishReason, ReadLimits, Request, RequestStatus
@@ -195,15 +194,6 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A worker that can take a request now."""
-
-    worker: WorkerView
-    cached_block_ids: list[int]
-    """Leading blocks that its prefix cache supplies."""
-
-
 def fits(request: Request, worker: WorkerView) -> bool:
     """Whether the worker's whole pool could hold the request at its largest."""
     return request.max_kv_tokens <= worker.pool.num_blocks * worker.pool.block_size
@@ -214,49 +204,65 @@ def is_open_to(request: Request, worker: WorkerView) -> bool:
     return not worker.is_draining and fits(request, worker)
 
 
-def choose_worker(
-    live: LiveRequest, workers: Iterable[WorkerView], config: SchedulerConfig
-) -> Placement | None:
-    """Return where to put a waiting request, or None while no worker has room.
-
-    A worker has room if a place and the blocks for all known tokens are free, and less than one
-    step's work stands before the request. Unless the worker is empty, one block per running
-    request stays free too, so that a readmitted request is not evicted again at their next step.
-    Among those with room the one that would be done first wins: the fewest tokens before the
-    request plus the fewest of its own that are not cached there; unless an operator has named one.
-    """
-    request = live.request
-    best: tuple[tuple[bool, int, int], Placement] | None = None
-    for worker in workers:
-        if worker.num_seats_taken >= config.max_num_seqs or not is_open_to(request, worker):
-            continue
-        active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
-        before = sum(max(r.num_pending_tokens, 0) for r in active if r.request.rank < request.rank)
-        if before >= config.max_num_batched_tokens:
-            continue
-        cached = cached_blocks(live, worker)
-        if num_blocks_to_take(live, worker, cached) + len(active) > worker.pool.num_free:
-            continue
-        cost = before + request.num_tokens - len(cached) * config.block_size
-        key = (live.migrate_to not in (None, worker.id), cost, len(active))
-        if best is None or key < best[0]:
-            best = (key, Placement(worker, cached))
-    return best[1] if best else None
-
-
 def read_limits(live: LiveRequest) -> ReadLimits:
     """How much caches may supply to the request, given the rows that it can have."""
     num_row_tokens = live.num_row_blocks * live.block_size
     return live.request.num_readable_tokens(live.block_size, num_row_tokens)
 
 
+def readable_hashes(live: LiveRequest) -> list[bytes]:
+    """Hashes of the leading blocks that another's cache may supply to the request."""
+    if live.request.sampling_params.skips_reading_prefix_cache:
+        return []
+    return live.block_hashes(read_limits(live).shared // live.block_size)
+
+
 def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
     """Ids of the leading blocks that the worker's prefix cache may supply to the request."""
     limit = read_limits(live).shared
     return worker.pool.lookup(
-        live.block_hashes(limit // worker.pool.block_size),
+        readable_hashes(live),
         num_readable_tokens=limit,
         skip_reading_prefix_cache=live.request.sampling_params.skips_reading_prefix_cache,
+    )
+
+
+def is_prefix_coming(
+    live: LiveRequest, worker: WorkerView, num_cached: int, config: SchedulerConfig
+) -> bool:
+    """Whether a request before this one is about to compute the block that it lacks next.
+
+    Then it waits and reads the block, and its rows where it needs them, instead of computing the
+    same once more beside the other.
+    """
+    request, end = live.request, (num_cached + 1) * live.block_size
+    skips = request.sampling_params.skips_reading_prefix_cache
+    if skips or not worker.pool.is_caching or end > request.num_prompt_tokens:
+        return False
+    needs_rows = read_limits(live).shared < end
+    if needs_rows and not (config.row_cache_bytes and request.num_rows_missing):
+        return False
+    return any(
+        (other.request.num_computed_tokens if needs_rows else other.num_kv_tokens) < end
+        and end <= other.request.num_prompt_tokens
+        and other.rank < live.rank
+        and other.status in (RequestStatus.LOADING, RequestStatus.RUNNING)
+        and (not needs_rows or _brings_rows(other.request, request, end - live.block_size))
+        and other.block_hashes(num_cached + 1)[num_cached] == live.block_hashes(num_cached + 1)[-1]
+        for other in worker.residents.values()
+    )
+
+
+def _brings_rows(other: Request, request: Request, first_index: int) -> bool:
+    """Whether `other` computes rows from `first_index` on, of the kind that `request` asks for."""
+    rows, wanted = other.prompt_logprobs, request.prompt_logprobs
+    return (
+        rows is not None
+        and wanted is not None
+        and rows.num_logprobs == wanted.num_logprobs
+        and other.sampling_params.prompt_logprob_token_ids
+        == request.sampling_params.prompt_logprob_token_ids
+        and other.first_row_index <= max(first_index, 1)
     )
 
 
@@ -438,18 +444,100 @@ def choose_suspects(running: Sequence[LiveRequest]) -> list[LiveRequest]:
     return chosen[: max(limit, 1)]
 
 
+def in_step_order(running: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Return who goes first in a step: those that have to leave, then decodes, then prefills."""
+    leaving, decoding, prefilling = [], [], []
+    for live in running:
+        if live.is_evict_wanted:
+            leaving.append(live)
+        elif live.is_decoding:
+            decoding.append(live)
+        else:
+            prefilling.append(live)
+    return leaving + decoding + prefilling
+
+
 # ----------------------------------------------------------------------------- progress
+
+
+def may_be_planned(live: LiveRequest, worker: WorkerView) -> bool:
+    """Whether the next chunk of a running request may be sent to its worker now.
+
+    It may continue chunks under way whose success is to be expected, and where more is to be done
+    than to find out how they end. A request that comes back to a worker waits until the worker
+    has heard that it had left.
+    """
+    request = live.request
+    if not live.is_known_to_worker and any(live.id in s.told_released_ids for s in worker.steps):
+        return False
+    if not live.in_flight:
+        return True
+    if live.is_evict_wanted or live.batch_limit is not None or live.in_flight[-1].is_void:
+        return False
+    is_at_end = live.num_planned_outputs >= request.max_tokens
+    return live.planned_position < request.num_prompt_tokens or not is_at_end
+
+
+def is_worth_sending(
+    running: Sequence[LiveRequest], worker: WorkerView, config: SchedulerConfig
+) -> bool:
+    """Whether a step of these requests should be sent, ahead of the answer to those under way.
+
+    Whoever is in one step goes on in the next. Newcomers alone fill a good part of a step of their
+    own, or wait: else two groups would take turns with half the batch each.
+    """
+    if not any(step.flights for step in worker.steps) or any(r.in_flight for r in running):
+        return True
+    return 2 * sum(r.num_unplanned_tokens for r in running) >= config.max_num_batched_tokens
 
 
 def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> int:
     """Position before which the request's next chunk ends, within the budgets of the step."""
-    request = live.request
-    end = min(live.next_position + token_budget, request.num_tokens)
+    request, start = live.request, live.planned_position
+    end = start + min(token_budget, live.num_unplanned_tokens)
     k = request.sampling_params.num_prompt_logprobs
     if k is None or not request.num_rows_missing:
         return end
     max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
-    return min(end, request.row_position(live.next_position) + max_rows)
+    return min(end, request.row_position(start) + max_rows)
+
+
+_MAX_DECODE_AHEAD_S = 0.1
+"""Decodes that may be under way on a worker, in seconds: a newcomer waits for them."""
+
+
+def num_more_tokens(
+    num_waiting: int, running: Sequence[LiveRequest], worker: WorkerView, config: SchedulerConfig
+) -> int:
+    """Return how many tokens a step of decodes should bring per request beyond the first.
+
+    None where anybody waits for a place or a prompt is to be computed, since these would wait for
+    them; nor where a request is to leave or under suspicion, or blocks are scarce.
+    """
+    if config.max_decode_steps <= 1 or num_waiting or worker.decode_s is None or worker.incoming:
+        return 0
+    if worker.is_draining or len(running) > config.max_num_batched_tokens:
+        return 0
+    if not all(r.is_decoding for r in running) or any(
+        r.status is not RequestStatus.RUNNING
+        or r.is_evict_wanted
+        or r.migration is not None
+        or r.batch_limit is not None
+        for r in worker.active()
+    ):
+        return 0
+    allowed_s = _MAX_DECODE_AHEAD_S / config.max_steps_in_flight
+    num_steps = min(config.max_decode_steps, int(allowed_s / max(worker.decode_s, 1e-9)))
+    num_blocks = len(running) * (1 + blocks_for(num_steps, config.block_size))
+    return num_steps - 1 if num_steps > 1 and num_blocks <= worker.pool.num_free else 0
+
+
+def decode_s(step: Step, compute_s: float) -> float | None:
+    """Return the seconds per token that a step of decodes took; None where it held others too."""
+    chunks = [flight.chunk for flight in step.flights]
+    if not chunks or any(len(c.token_ids) > 1 or not c.sample for c in chunks):
+        return None
+    return compute_s / (1 + max(c.max_more_tokens for c in chunks))
 
 
 def end_of(request: Request) -> tuple[FinishReason, int | None] | None:
