@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +99,27 @@ class BatchProgress:
         """Rows whose results are in the output, bad ones included."""
         return len(self.finished.rows)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of this run."""
+        return self.num_engine_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+
+class BatchWatcher:
+    """Is told how a batch goes on; one who wants to know overrides what it is interested in.
+
+    The progress that it is shown is always the same object.
+    """
+
+    def began(self, progress: BatchProgress) -> None:
+        """See what is done before the first row."""
+
+    def advanced(self, progress: BatchProgress) -> None:
+        """See that another row is written."""
+
+    def failed(self, index: int, error: HaversackError) -> None:
+        """See that a row is bad, before it is written."""
+
 
 class Batch:
     """An input, an output, and how to get from one to the other."""
@@ -150,7 +171,7 @@ class Batch:
     def run(
         self,
         engine: ScoringEngine,
-        on_progress: Callable[[BatchProgress], object] = lambda progress: None,
+        watcher: BatchWatcher | None = None,
     ) -> BatchProgress:
         """Score the rows that are not done, and return how the batch stands then.
 
@@ -159,7 +180,7 @@ class Batch:
 
         Args:
             engine: a client.
-            on_progress: called at the beginning and after each row; the object is always the same.
+            watcher: is told how it goes on; what it raises ends the run.
 
         Raises:
             OutputConflict: the output is of something else, another process writes it, or it
@@ -168,6 +189,7 @@ class Batch:
             HaversackError: with `strict`, what became of a bad row.
             EngineUnavailable: the engine is gone.
         """
+        watcher = watcher or BatchWatcher()
         with contextlib.ExitStack() as stack:
             facts = self._facts()
             with _written_to(self._output):
@@ -182,9 +204,9 @@ class Batch:
                     f"{finished.num_failed} rows in {self._output} failed in an earlier run: leave "
                     "out --strict, or begin anew with --restart"
                 )
-            on_progress(progress)
+            watcher.began(progress)
             stream = stack.enter_context(self._open_input())
-            self._score(engine, stream, output, progress, on_progress)
+            self._score(engine, stream, output, progress, watcher)
             with _written_to(self._output):
                 output.complete()
         return progress
@@ -275,7 +297,7 @@ class Batch:
         stream: BinaryIO,
         output: Output,
         progress: BatchProgress,
-        on_progress: Callable[[BatchProgress], object],
+        watcher: BatchWatcher,
     ) -> None:
         options, finished = self._options, progress.finished
         if progress.num_done == progress.num_rows:
@@ -289,8 +311,10 @@ class Batch:
         )
         with closing(results):
             for result in results:
-                if isinstance(result.outcome, HaversackError) and options.strict:
-                    raise _of_row(result.outcome, result.row.index)
+                if isinstance(result.outcome, HaversackError):
+                    if options.strict:
+                        raise _of_row(result.outcome, result.row.index)
+                    watcher.failed(result.row.index, result.outcome)
                 record = record_of(
                     result,
                     decode,
@@ -302,7 +326,7 @@ class Batch:
                 finished.add(record)
                 progress.num_engine_tokens += result.num_tokens
                 progress.elapsed_s = time.monotonic() - begin_s
-                on_progress(progress)
+                watcher.advanced(progress)
 
 
 def _of_row(error: HaversackError, index: int) -> HaversackError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from cluster import batch_input
 from cluster import intake as intake_module
 from cluster import scorer as scorer_module
-from cluster.batches import Batch, BatchOptions, BatchProgress
+from cluster.batches import Batch, BatchOptions, BatchProgress, BatchWatcher
 from cluster.scoring import ScoringParams
 from scheduler.errors import (
     EngineUnavailable,
@@ -109,6 +109,13 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+class Watch(BatchWatcher):
+    """Calls a function at the beginning and after each row."""
+
+    def __init__(self, look: Callable[[BatchProgress], None]) -> None:
+        self.began = self.advanced = look  # type: ignore[method-assign]
+
+
 def run_until(
     client: ScoringClient, source: Path, out: Path, num_rows: int, **changes: Any
 ) -> None:
@@ -117,7 +124,7 @@ def run_until(
             raise Killed
 
     with pytest.raises(Killed):
-        Batch(source, out, replace(FULL, **changes)).run(client, watch)
+        Batch(source, out, replace(FULL, **changes)).run(client, Watch(watch))
 
 
 # --------------------------------------------------------------------------------- what is written
@@ -246,7 +253,7 @@ def test_results_as_they_come(
             assert not {0, 2} & {r["index"] for r in records(out)}
             engine.release()
 
-    Batch(source, out, replace(FULL, ordered=False)).run(client, watch)
+    Batch(source, out, replace(FULL, ordered=False)).run(client, Watch(watch))
     assert {r["index"] for r in records(out)} == {i for i, r in enumerate(ROWS) if r != ""}
     shuffled = out.read_bytes().splitlines()
     run(client, source, out, restart=True)
@@ -350,7 +357,7 @@ def test_the_engines_end_leaves_an_output_that_is_gone_on_with(
             engine.closed = EngineUnavailable("shut down")
 
     with pytest.raises(EngineUnavailable, match="shut down"):
-        Batch(source, out, FULL).run(client, watch)
+        Batch(source, out, FULL).run(client, Watch(watch))
     assert [r["index"] for r in records(out)] == [0, 1, 2, 3]
     again = Engine()
     again.refused_tokens = engine.refused_tokens
@@ -430,7 +437,7 @@ def test_only_one_run_at_a_time_writes_an_output(
         with pytest.raises(OutputConflict, match="another process"):
             run(client, source, out, restart=True)
 
-    Batch(source, out, FULL).run(client, watch)
+    Batch(source, out, FULL).run(client, Watch(watch))
     assert len(records(out)) == len(ROWS) - 1
 
 
@@ -487,6 +494,6 @@ def test_no_more_rows_are_under_way_than_was_asked_for(
         most = max(most, len(engine.seen) - progress.num_done)
 
     source.write_bytes(jsonl([{"prompt": "ab"}] * 50))
-    Batch(source, out, replace(FULL, max_in_flight=3)).run(client, watch)
+    Batch(source, out, replace(FULL, max_in_flight=3)).run(client, Watch(watch))
     assert 1 <= most <= 3
     assert BOS not in records(out)[0]["token_ids"]
