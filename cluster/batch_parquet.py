@@ -69,6 +69,7 @@ class ParquetOutput:
             path.unlink()
 
     def recover(self, expected: Expected) -> Finished:
+        import pyarrow
         from pyarrow import parquet
 
         for path in self._folder.glob(f"*{_UNFINISHED}"):
@@ -80,7 +81,10 @@ class ParquetOutput:
             if name != path.name:
                 raise self._conflict(f"{name} is there where {path.name} was to come")
             columns = ["index", "num_tokens", "logprob", "error"]
-            table = parquet.read_table(path, columns=columns)
+            try:
+                table = parquet.ParquetFile(path).read(columns=columns)
+            except pyarrow.ArrowException as error:
+                raise self._conflict(f"{name} is no whole Parquet file: {error}") from error
             for row in table.to_pylist():
                 if not expected.may_follow(row["index"], finished):
                     raise self._conflict(f"{name} holds row {row['index']} out of its turn")

@@ -22,6 +22,7 @@ def column(values: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def test_a_dataset_gets_columns_of_scores(client: Client) -> None:
+    pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
     from ray import data
 
