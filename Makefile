@@ -24,7 +24,7 @@ help:
 	@echo "make demo        score and generate on the default model, twice, and compare"
 	@echo "make test        the whole test suite (make test-quick: without the slow ones)"
 	@echo "make check       ruff and mypy"
-	@echo "make bench       throughput beside transformers; ends in one JSON line"
+	@echo "make bench       throughput beside vLLM and transformers (PEERS=\"transformers\" picks)"
 	@echo "make clean       remove caches and build outputs (not .venv)"
 
 install: $(STAMP)
@@ -59,8 +59,8 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python -m bench.score
+	$(BIN)/python -m bench.throughput $(if $(PEERS),--peers "$(PEERS)") $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.bench-venvs/*' -prune -exec rm -rf {} +

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-Prompts = list[list[int]]
+from bench.peers.protocol import Prompts
 
 
 class Inputs:
     """A seeded source of prompts."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(0)
+        """For what else is drawn at random."""
         self._vocab_size = vocab_size
 
     def tokens(self, count: int) -> list[int]:
         """Return random token ids above the special ones."""
-        drawn: list[int] = self._rng.integers(100, self._vocab_size, count).tolist()
+        drawn: list[int] = self.rng.integers(100, self._vocab_size, count).tolist()
         return drawn
 
     def unique(self, count: int, num_tokens: int) -> Prompts:

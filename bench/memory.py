@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import psutil
-import ray
 from rich.progress import track
 
 from bench.inputs import Inputs
+from bench.processes import engine_pids
 from cluster import Client, SamplingParams
-from cluster.fleet import part_name
 from workers.model_store import DEFAULT_MODEL
 
 matplotlib.use("Agg")
@@ -33,18 +31,6 @@ matplotlib.use("Agg")
 _WAVE = 250
 _MB = 2**20
 _PICTURE = Path(__file__).parent / "results" / "memory.png"
-
-
-def _pids(client: Client) -> dict[str, int]:
-    """Return the process of each part of the engine."""
-    found = {worker.worker_id: worker.pid for worker in client.workers()}
-    settings = client.info.settings
-    for part in ("scheduler", "store"):
-        actor = ray.get_actor(
-            part_name(str(settings["name"]), part), namespace=str(settings["namespace"])
-        )
-        found[part] = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
-    return found
 
 
 def _private_mb(pid: int) -> float:
@@ -73,7 +59,7 @@ def run(model: str, num_requests: int) -> dict[str, Any]:
         ) as client,
     ):
         inputs = Inputs(client.info.limits.vocab_size)
-        pids = _pids(client)
+        pids = engine_pids(client)
         for _ in track(range(num_requests // _WAVE), "waves"):
             prompts = inputs.unique(_WAVE, 12)
             client.generate(prompts, [params[i % 2] for i in range(_WAVE)])

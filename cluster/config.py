@@ -36,8 +36,9 @@ from scheduler.errors import InvalidConfig
 from scheduler.messages import WorkerInfo
 
 ENV_PREFIX = "HAVERSACK_"
-OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE"})
-"""Variables with our prefix that are no engine settings: where converted models are kept."""
+OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE", "HAVERSACK_BENCH_VENVS"})
+"""Variables with our prefix that are no engine settings: where converted models are kept, and the
+environments of the benchmark's peers."""
 
 GIB = 2**30
 SAVE_SEGMENT_TOKENS = 512

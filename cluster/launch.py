@@ -175,9 +175,7 @@ def engine_spec(
         worker_options={
             "num_cpus": config.cpus_per_worker,
             "num_gpus": num_gpus,
-            "runtime_env": {
-                "env_vars": {"GLIBC_TUNABLES": _MALLOC, "OMP_NUM_THREADS": str(num_threads)}
-            },
+            "runtime_env": {"env_vars": worker_variables(num_threads)},
         },
         worker_settings={
             "device": "cuda" if num_gpus else "cpu",
@@ -215,6 +213,19 @@ def engine_spec(
         ),
     )
     return spec, fleet
+
+
+def worker_variables(num_threads: int) -> dict[str, str]:
+    """Return the environment variables that a worker with so many threads has to start with.
+
+    Threads that wait for each other sleep: Ray's own processes need the cores now and then, and
+    where threads spin until another has got its core back, a step takes many times as long.
+    """
+    return {
+        "GLIBC_TUNABLES": _MALLOC,
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "passive",
+    }
 
 
 def _wait_until_ready(config: EngineConfig, scheduler: Any) -> None:

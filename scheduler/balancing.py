@@ -40,6 +40,7 @@ def begin_drain(core: Core, worker: WorkerView, deadline_s: float) -> None:
     if worker.drain_deadline_s is None:
         worker.drain_started_s = core.now_s
         worker.drain_deadline_s = deadline_s
+        core.draining[worker.id] = worker
         for live in list(worker.incoming.values()):
             abandon_migration(core, live)
     else:
@@ -48,14 +49,14 @@ def begin_drain(core: Core, worker: WorkerView, deadline_s: float) -> None:
 
 def drain(core: Core) -> None:
     """Move requests off the draining workers, and let those go that are empty."""
-    for worker in [w for w in core.workers.values() if w.is_draining]:
+    for worker in list(core.draining.values()):
         if _is_late(core, worker):
             for live in list(worker.residents.values()):
                 evict(core, live, "its worker is drained", at_once=True)
         else:
             _move_away(core, worker)
         if not worker.residents and not worker.incoming and worker.pool.num_used == 0:
-            del core.workers[worker.id]
+            core.remove_worker(worker)
             core.stats.num_workers_drained += 1
             core.actions.append(StopWorker(worker_id=worker.id))
             fail_hopeless(core, f"the last worker, {worker.id}, was drained")
@@ -107,10 +108,9 @@ def make_way(core: Core, victim: LiveRequest, why: str) -> None:
 
 def fail_hopeless(core: Core, reason: str) -> None:
     """End every request that no worker can take, now or when those expected are there."""
-    sizes = [w.pool.num_blocks for w in core.workers.values()] + list(core.expected.values())
-    largest = max(sizes, default=0) * core.config.block_size
+    largest = core.largest_num_blocks * core.config.block_size
     for live in list(core.requests.values()):
-        if not sizes:
+        if not (core.workers or core.expected):
             error: HaversackError = EngineUnavailable(f"{reason}: restart the engine")
         elif live.request.max_kv_tokens > largest:
             error = RequestTooLarge("no worker that is left has enough KV blocks for it")
@@ -121,8 +121,9 @@ def fail_hopeless(core: Core, reason: str) -> None:
 
 def is_moving(live: LiveRequest) -> bool:
     """Whether the request stands still because its last blocks are being copied."""
+    migration = live.migration
     return (
-        live.status is RequestStatus.RUNNING
-        and live.migration is not None
-        and live.migration.paused_s is not None
+        migration is not None
+        and migration.paused_s is not None
+        and live.status is RequestStatus.RUNNING
     )

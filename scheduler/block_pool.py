@@ -8,18 +8,38 @@ and hashes; it never sees a request or the data.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from scheduler.errors import InvariantViolation
+from scheduler.prefix_index import PrefixIndex
 
 
 class BlockPool:
     """Reference counts, free lists and prefix cache over `num_blocks` block ids."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        name: str = "",
+        index: PrefixIndex | None = None,
+    ):
+        """Start with all blocks blank.
+
+        Args:
+            num_blocks: ids are from 0 to `num_blocks` - 1.
+            block_size: tokens per block.
+            enable_prefix_caching: whether anything is ever found.
+            name: the worker's, for the index.
+            index: is told what can be found here.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = enable_prefix_caching
+        self._name = name
+        self._index = index
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -124,6 +144,20 @@ class BlockPool:
         if self._caching and block_hash not in self._block_of and block_id not in self._hash_of:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
+            if self._index is not None:
+                self._index.add(block_hash, self._name)
+
+    def close(self) -> None:
+        """Let nothing be found here any more: the worker is gone."""
+        for block_id in list(self._hash_of):
+            self._forget(block_id)
+        self._blank += self._cached
+        self._cached.clear()
+        self._caching = False
+
+    @property
+    def findable_hashes(self) -> Collection[bytes]:
+        return self._block_of.keys()
 
     def validate(self, holds: Iterable[int]) -> None:
         """Check every invariant, given each hold that exists (a block id per hold).
@@ -150,4 +184,7 @@ class BlockPool:
             raise InvariantViolation("a blank block is findable")
 
     def _forget(self, block_id: int) -> None:
-        del self._block_of[self._hash_of.pop(block_id)]
+        block_hash = self._hash_of.pop(block_id)
+        del self._block_of[block_hash]
+        if self._index is not None:
+            self._index.remove(block_hash, self._name)

@@ -18,6 +18,9 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 T = TypeVar("T")
 
+_INT32 = np.dtype(np.int32)
+_NO_IDS: IntArray = np.frombuffer(b"", _INT32)
+
 
 def _array_to_wire(obj: Any) -> Any:
     if isinstance(obj, np.ndarray):
@@ -62,13 +65,20 @@ def decode(data: bytes, as_type: type[T]) -> T:
     return result
 
 
+def id_array(ids: list[int]) -> IntArray:
+    """Return ids that are known to fit as int32; of a few much faster than `int_array`."""
+    return np.array(ids, _INT32) if ids else _NO_IDS
+
+
 def int_array(values: Any) -> IntArray:
-    """Return `values` as a contiguous int32 array.
+    """Return `values` as a contiguous int32 array, themselves where they are one.
 
     Raises:
         OverflowError: a value does not fit; it is never wrapped around into another one.
     """
     array = np.asarray(values)
+    if array.dtype == np.int32 and array.flags.c_contiguous:
+        return array
     if array.dtype != np.int32 and array.size:
         bounds = np.iinfo(np.int32)
         if array.dtype.kind not in "iu" or array.min() < bounds.min or array.max() > bounds.max:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from scheduler.actions import AnyAction, Emit
 from scheduler.config import SchedulerConfig
@@ -14,7 +15,10 @@ from scheduler.live import LiveRequest, StoreOp, WorkerView
 from scheduler.messages import SchedulerStats
 from scheduler.reports import output_delta, whole_delta
 from scheduler.request import Request, RequestStatus
+from scheduler.roster import Roster
 from scheduler.row_cache import RowCache
+
+_number = attrgetter("number")
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +42,14 @@ class Core:
     """Workers that are being started -> the KV blocks that they will have."""
     wanted_elsewhere: dict[str, LiveRequest] = field(default_factory=dict)
     """Requests that an operator wants on another worker and that can't move yet."""
+    draining: dict[str, WorkerView] = field(default_factory=dict)
+    """Workers that are going away."""
+    roster: Roster = field(init=False)
+    """The workers as admission looks for one; up to date but for those that were touched."""
+    blocked: LiveRequest | None = None
+    """The request that no worker had room for, nor those that were not touched have now."""
+    cleared: WorkerView | None = None
+    """Where enough is leaving for `blocked`."""
     now_s: float = 0.0
     """The latest time seen on an event."""
     num_waiting: int = 0
@@ -46,6 +58,13 @@ class Core:
     next_arrival: int = 0
     next_op_id: int = 0
     next_step_id: int = 0
+    next_worker: int = 0
+    _touched: dict[str, WorkerView] = field(default_factory=dict)
+    """Workers that have changed since admission looked at them."""
+    _to_step: dict[str, WorkerView] = field(default_factory=dict)
+    """Workers that have changed since they were last asked whether a step can start."""
+    _largest_num_blocks: int | None = None
+    """Memory of `largest_num_blocks`; None where it has to be computed again."""
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
     """Heap in order of service. Entries that are not WAITING any more are skipped."""
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
@@ -53,6 +72,74 @@ class Core:
 
     def __post_init__(self) -> None:
         self.row_cache = RowCache(self.config.row_cache_bytes)
+        self.roster = Roster(self.config.max_num_seqs)
+
+    def add_worker(self, worker: WorkerView) -> None:
+        """Begin to use a worker."""
+        worker.number, self.next_worker = self.next_worker, self.next_worker + 1
+        self.workers[worker.id] = worker
+        self.stop_expecting(worker.id)
+        self._largest_num_blocks = None
+        self.touch(worker)
+
+    def remove_worker(self, worker: WorkerView) -> None:
+        """Forget a worker that is gone."""
+        del self.workers[worker.id]
+        self.draining.pop(worker.id, None)
+        self._touched.pop(worker.id, None)
+        self._to_step.pop(worker.id, None)
+        self.roster.remove(worker)
+        worker.pool.close()
+        self._largest_num_blocks = None
+        self.blocked = self.cleared = None
+
+    def expect(self, worker_id: str, num_blocks: int) -> None:
+        """Count on a worker that is being started."""
+        self.expected[worker_id] = num_blocks
+        self._largest_num_blocks = None
+
+    def stop_expecting(self, worker_id: str) -> bool:
+        """Count no longer on a worker's start; return whether that was done so far."""
+        self._largest_num_blocks = None
+        return self.expected.pop(worker_id, None) is not None
+
+    @property
+    def largest_num_blocks(self) -> int:
+        """KV blocks of the largest worker, expected ones included; 0 where there is none."""
+        if self._largest_num_blocks is None:
+            sizes = [w.pool.num_blocks for w in self.workers.values()]
+            self._largest_num_blocks = max([*sizes, *self.expected.values()], default=0)
+        return self._largest_num_blocks
+
+    def touch(self, worker: WorkerView) -> None:
+        """Note that a worker has changed, so that admission and stepping look at it again.
+
+        Due after whatever may make room there, let one of its requests be computed, or change the
+        tokens that it has to compute.
+        """
+        if self.workers.get(worker.id) is worker:
+            self._touched[worker.id] = worker
+            self._to_step[worker.id] = worker
+
+    def is_touched(self, worker: WorkerView) -> bool:
+        """Whether admission has still to look at a worker's changes."""
+        return worker.id in self._touched
+
+    def take_touched(self) -> list[WorkerView]:
+        """Bring the roster up to date, and return the workers that were not."""
+        if not self._touched:
+            return []
+        touched = list(self._touched.values())
+        self._touched.clear()
+        for worker in touched:
+            self.roster.update(worker)
+        return touched
+
+    def take_to_step(self) -> list[WorkerView]:
+        """Return the workers that have changed since they were returned last, as they joined."""
+        workers = sorted(self._to_step.values(), key=_number)
+        self._to_step.clear()
+        return workers
 
     def watch_deadline(self, live: LiveRequest) -> None:
         """End the request when its deadline has passed, if it has one."""
@@ -81,12 +168,10 @@ class Core:
         live.num_queued_tokens = live.request.num_tokens
         self.num_waiting += 1
         self.num_queued_tokens += live.num_queued_tokens
-        heapq.heappush(self._waiting, (live.request.rank, live))
+        heapq.heappush(self._waiting, (live.rank, live))
         if len(self._waiting) > 2 * len(self.requests) + 64:
             self._waiting = [
-                (r.request.rank, r)
-                for r in self.requests.values()
-                if r.status is RequestStatus.WAITING
+                (r.rank, r) for r in self.requests.values() if r.status is RequestStatus.WAITING
             ]
             heapq.heapify(self._waiting)
 
@@ -95,6 +180,8 @@ class Core:
         self.num_waiting -= 1
         self.num_queued_tokens -= live.num_queued_tokens
         live.num_queued_tokens = 0
+        if live is self.blocked:
+            self.blocked = self.cleared = None
 
     def head(self) -> LiveRequest | None:
         """Return the request that is to be admitted next."""
@@ -157,6 +244,7 @@ class Core:
         if op is None:
             return None
         op.worker.pool.free(op.held_block_ids)
+        self.touch(op.worker)
         if op.live is not None:
             op.live.op_id = None
         return op

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from scheduler import policy
+from scheduler.balancing import is_moving
 from scheduler.core import Core
 from scheduler.errors import InvariantViolation
 from scheduler.live import LiveRequest, WorkerView
+from scheduler.placement import choose_worker
 from scheduler.request import RequestStatus
+from scheduler.roster import load_of
 
 _RESIDENT = {RequestStatus.LOADING, RequestStatus.RUNNING, RequestStatus.SAVING}
 
@@ -31,6 +35,7 @@ def check_invariants(core: Core) -> None:
             or (for_whom.migration is not None and for_whom.migration.op_id == op.op_id),
             f"op {op.op_id}: unknown to whom it is for",
         )
+    _check_roster(core)
     core.row_cache.validate()
     waiting = [r for r in core.requests.values() if r.status is RequestStatus.WAITING]
     _require(core.num_waiting == len(waiting), "the queue's length is miscounted")
@@ -95,10 +100,60 @@ def _check_worker(core: Core, worker: WorkerView) -> None:
     for flight in worker.in_flight:
         holds += flight.orphaned_block_ids
     worker.pool.validate(holds)
+    saving = [r for r in worker.residents.values() if r.status is RequestStatus.SAVING]
+    _require(worker.num_saving == len(saving), f"{worker.id}: requests that leave are miscounted")
+    if worker.is_idle:
+        _check_idle(core, worker)
     _require(worker.step_id is not None or not worker.in_flight, f"{worker.id}: idle with chunks")
     _require(
         worker.num_seats_taken <= core.config.max_num_seqs,
         f"{worker.id}: more than max_num_seqs requests",
+    )
+
+
+def _check_roster(core: Core) -> None:
+    """What is remembered about workers so that not all have to be looked at, against all."""
+    findable: dict[bytes, set[str]] = {}
+    for worker in core.workers.values():
+        for block_hash in worker.pool.findable_hashes:
+            findable.setdefault(block_hash, set()).add(worker.id)
+    prefixes = core.roster.prefixes
+    _require(
+        len(prefixes) == len(findable)
+        and all(set(prefixes.holders(h)) == names for h, names in findable.items()),
+        "the index of prefixes is not what the workers can find",
+    )
+    draining = {worker.id for worker in core.workers.values() if worker.is_draining}
+    _require(core.draining.keys() == draining, "draining workers are miscounted")
+    sizes = [w.pool.num_blocks for w in core.workers.values()] + list(core.expected.values())
+    _require(core.largest_num_blocks == max(sizes, default=0), "the largest pool is misremembered")
+    untouched = [worker for worker in core.workers.values() if not core.is_touched(worker)]
+    for worker in untouched:
+        _require(core.roster.load(worker.id) == load_of(worker), f"{worker.id}: unknown load")
+    head = core.head()
+    if head is not None and head is core.blocked:
+        placement = choose_worker(head, core.roster, core.config, untouched)
+        _require(placement is None, f"request {head.id!r} waits although there is room for it")
+        if core.cleared is None or core.cleared in untouched:
+            choice = policy.choose_worker_to_clear(head, untouched, core.config)
+            _require(
+                choice is None or not choice[1],
+                f"request {head.id!r} waits although others have to make room for it",
+            )
+
+
+def _check_idle(core: Core, worker: WorkerView) -> None:
+    """An idle worker has nothing to compute that it could, and nothing to be told."""
+    running = [r for r in worker.active() if r.status is RequestStatus.RUNNING and not is_moving(r)]
+    for live in policy.choose_suspects(running) or running:
+        end = policy.chunk_end(live, core.config.max_num_batched_tokens, core.config)
+        missing = policy.blocks_for(end, live.block_size) - len(live.block_ids)
+        _require(
+            missing > worker.pool.num_free, f"{worker.id}: idle, and could compute {live.id!r}"
+        )
+    _require(
+        worker.has_refused_releases or not worker.released_request_ids,
+        f"{worker.id}: idle, and does not know what to forget",
     )
 
 

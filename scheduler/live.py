@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from offload_store.keys import HashChain
 from scheduler.block_pool import BlockPool
@@ -17,6 +18,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.transitions import change_status
 
 _STORY_LENGTH = 32
+_rank = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,8 @@ class LiveRequest:
     hashes: HashChain
     """Hashes of the full blocks of its known tokens."""
     block_size: int
+    rank: tuple[int, int] = field(init=False)
+    """`Request.rank`, which never changes while it lives."""
     worker: WorkerView | None = None
     """Set exactly while it is LOADING, RUNNING or SAVING."""
     block_ids: list[int] = field(default_factory=list)
@@ -76,6 +80,9 @@ class LiveRequest:
     is_prompt_emitted: bool = False
     _story: deque[str] = field(default_factory=lambda: deque(maxlen=_STORY_LENGTH))
 
+    def __post_init__(self) -> None:
+        self.rank = self.request.rank
+
     @property
     def id(self) -> str:
         return self.request.request_id
@@ -109,7 +116,11 @@ class LiveRequest:
         Raises:
             InvalidTransition: with the story so far.
         """
+        before = self.request.status
         change_status(self.request, status, self._story)
+        if self.worker is not None:
+            saving = RequestStatus.SAVING
+            self.worker.num_saving += (status is saving) - (before is saving)
         self.tell(time_s, why)
 
     def tell(self, time_s: float, what: str) -> None:
@@ -155,8 +166,12 @@ class WorkerView:
 
     info: WorkerInfo
     pool: BlockPool
+    number: int = 0
+    """How many workers joined before it; settles ties."""
     residents: dict[str, LiveRequest] = field(default_factory=dict)
     """Requests that hold blocks here: LOADING, RUNNING or SAVING."""
+    num_saving: int = 0
+    """Those of them that are SAVING."""
     step_id: int | None = None
     """The step under way; None while idle."""
     in_flight: list[InFlight] = field(default_factory=list)
@@ -187,13 +202,13 @@ class WorkerView:
     @property
     def num_seats_taken(self) -> int:
         """Requests that compute here, will, or are on their way."""
-        staying = sum(1 for r in self.residents.values() if r.status is not RequestStatus.SAVING)
-        return staying + len(self.incoming)
+        return len(self.residents) - self.num_saving + len(self.incoming)
 
     def active(self) -> list[LiveRequest]:
         """Return the residents that compute or will, in order of service."""
-        found = [r for r in self.residents.values() if r.status is not RequestStatus.SAVING]
-        return sorted(found, key=lambda r: r.request.rank)
+        saving = RequestStatus.SAVING
+        found = [r for r in self.residents.values() if r.request.status is not saving]
+        return sorted(found, key=_rank)
 
     def num_leaving_blocks(self) -> int:
         """Blocks that come free without a further decision."""

@@ -92,8 +92,10 @@ class LogprobRows(msgspec.Struct, eq=False):
 
     def check(self, rows: Logprobs) -> None:
         """Raise `InvariantViolation` where `rows` can't be appended: not k + 1 wide, or ragged."""
-        shapes = {array.shape for array in (rows.token_ids, rows.logprobs, rows.ranks)}
-        if len(shapes) != 1 or rows.width != self.num_logprobs + 1:
+        shape = rows.token_ids.shape
+        is_even = shape == rows.logprobs.shape == rows.ranks.shape
+        if not is_even or shape[1:] != (self.num_logprobs + 1,):
+            shapes = {array.shape for array in (rows.token_ids, rows.logprobs, rows.ranks)}
             raise InvariantViolation(
                 f"rows of shape {sorted(shapes)} where {self.num_logprobs + 1} columns were due"
             )
@@ -110,6 +112,16 @@ class LogprobRows(msgspec.Struct, eq=False):
         if len(self.segments) > _MAX_SEGMENTS:
             self.array()
 
+    def last(self, count: int) -> Logprobs:
+        """Return the last `count` rows, or all of fewer; the others are not joined."""
+        parts: list[Logprobs] = []
+        for segment in reversed(self.segments):
+            if count <= 0:
+                break
+            parts.append(segment if segment.num_rows <= count else segment[-count:])
+            count -= segment.num_rows
+        return Logprobs.concat(parts[::-1]) if parts else Logprobs.empty(self.num_logprobs)
+
     def rows(self, start: int, end: int) -> Logprobs:
         """Return the rows [start, end), without touching the others."""
         parts = []
@@ -117,10 +129,10 @@ class LogprobRows(msgspec.Struct, eq=False):
         for segment in self.segments:
             if first >= end:
                 break
-            part = segment[max(start - first, 0) : end - first]
-            if part.num_rows:
-                parts.append(part)
-            first += segment.num_rows
+            num_rows = segment.num_rows
+            if first + num_rows > start:
+                parts.append(segment[max(start - first, 0) : end - first])
+            first += num_rows
         return Logprobs.concat(parts) if parts else Logprobs.empty(self.num_logprobs)
 
     def array(self) -> Logprobs:

@@ -34,6 +34,8 @@ def start_migration(core: Core, live: LiveRequest, target: WorkerView, reason: s
     live.migration = Migration(target, block_ids, reason, num_copied_blocks=len(cached))
     live.migrate_to = None
     target.incoming[live.id] = live
+    if live.worker is not None:
+        core.touch(live.worker)
     advance_migration(core, live)
 
 
@@ -128,6 +130,8 @@ def _switch(core: Core, live: LiveRequest, migration: Migration) -> None:
     source, target = live.worker, migration.target
     if source is None or live.status is not RequestStatus.RUNNING:
         return
+    core.touch(source)
+    core.touch(target)
     source.pool.free(live.block_ids)
     if live.is_known_to_worker:
         source.released_request_ids.append(live.id)

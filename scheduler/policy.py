@@ -5,7 +5,6 @@ long a chunk, when to stop. They look at state and change none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -195,15 +194,6 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A worker that can take a request now."""
-
-    worker: WorkerView
-    cached_block_ids: list[int]
-    """Leading blocks that its prefix cache supplies."""
-
-
 def fits(request: Request, worker: WorkerView) -> bool:
     """Whether the worker's whole pool could hold the request at its largest."""
     return request.max_kv_tokens <= worker.pool.num_blocks * worker.pool.block_size
@@ -214,47 +204,24 @@ def is_open_to(request: Request, worker: WorkerView) -> bool:
     return not worker.is_draining and fits(request, worker)
 
 
-def choose_worker(
-    live: LiveRequest, workers: Iterable[WorkerView], config: SchedulerConfig
-) -> Placement | None:
-    """Return where to put a waiting request, or None while no worker has room.
-
-    A worker has room if a place and the blocks for all known tokens are free, and less than one
-    step's work stands before the request. Unless the worker is empty, one block per running
-    request stays free too, so that a readmitted request is not evicted again at their next step.
-    Among those with room the one that would be done first wins: the fewest tokens before the
-    request plus the fewest of its own that are not cached there; unless an operator has named one.
-    """
-    request = live.request
-    best: tuple[tuple[bool, int, int], Placement] | None = None
-    for worker in workers:
-        if worker.num_seats_taken >= config.max_num_seqs or not is_open_to(request, worker):
-            continue
-        active = [r for r in worker.residents.values() if r.status is not RequestStatus.SAVING]
-        before = sum(max(r.num_pending_tokens, 0) for r in active if r.request.rank < request.rank)
-        if before >= config.max_num_batched_tokens:
-            continue
-        cached = cached_blocks(live, worker)
-        if num_blocks_to_take(live, worker, cached) + len(active) > worker.pool.num_free:
-            continue
-        cost = before + request.num_tokens - len(cached) * config.block_size
-        key = (live.migrate_to not in (None, worker.id), cost, len(active))
-        if best is None or key < best[0]:
-            best = (key, Placement(worker, cached))
-    return best[1] if best else None
-
-
 def read_limits(live: LiveRequest) -> ReadLimits:
     """How much caches may supply to the request, given the rows that it can have."""
     num_row_tokens = live.num_row_blocks * live.block_size
     return live.request.num_readable_tokens(live.block_size, num_row_tokens)
 
 
+def readable_hashes(live: LiveRequest) -> list[bytes]:
+    """Hashes of the leading blocks that another's cache may supply to the request."""
+    if live.request.sampling_params.skips_reading_prefix_cache:
+        return []
+    return live.block_hashes(read_limits(live).shared // live.block_size)
+
+
 def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
     """Ids of the leading blocks that the worker's prefix cache may supply to the request."""
     limit = read_limits(live).shared
     return worker.pool.lookup(
-        live.block_hashes(limit // worker.pool.block_size),
+        readable_hashes(live),
         num_readable_tokens=limit,
         skip_reading_prefix_cache=live.request.sampling_params.skips_reading_prefix_cache,
     )
@@ -436,6 +403,19 @@ def choose_suspects(running: Sequence[LiveRequest]) -> list[LiveRequest]:
             break
         chosen.append(live)
     return chosen[: max(limit, 1)]
+
+
+def in_step_order(running: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Return who goes first in a step: those that have to leave, then decodes, then prefills."""
+    leaving, decoding, prefilling = [], [], []
+    for live in running:
+        if live.is_evict_wanted:
+            leaving.append(live)
+        elif live.is_decoding:
+            decoding.append(live)
+        else:
+            prefilling.append(live)
+    return leaving + decoding + prefilling
 
 
 # ----------------------------------------------------------------------------- progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.codec import int_array
+from scheduler.codec import id_array
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import Logprobs
 from scheduler.messages import OutputDelta, RequestInfo, WorkerReport
@@ -30,9 +30,11 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
         request_id=request.parent_id,
         index=request.index,
         num_previous_tokens=first,
-        new_token_ids=int_array(request.output_token_ids[first:]),
+        new_token_ids=id_array(request.output_token_ids[first:]),
         new_logprobs=(
-            request.output_logprobs.array()[first:] if request.output_logprobs is not None else None
+            request.output_logprobs.last(live.num_emitted_tokens - first)
+            if request.output_logprobs is not None
+            else None
         ),
         prompt_logprobs=None if failed else prompt_rows,
         finish_reason=request.finish_reason,
@@ -50,7 +52,7 @@ def whole_delta(request: Request) -> OutputDelta:
     return OutputDelta(
         request_id=request.parent_id,
         index=request.index,
-        new_token_ids=int_array(request.output_token_ids),
+        new_token_ids=id_array(request.output_token_ids),
         new_logprobs=own.array() if own is not None else None,
         prompt_logprobs=(None if rows is None or request.is_prefilling or failed else rows.array()),
         finish_reason=request.finish_reason,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from scheduler.codec import IntArray, decode, encode
+from scheduler.codec import IntArray, decode, encode, id_array
 from scheduler.errors import InvariantViolation, WireError
 from scheduler.logprobs import LogprobRows, Logprobs
 from scheduler.sampling_params import SamplingParams
@@ -117,17 +117,17 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        return int(self.prompt_token_ids.shape[0])
+        return len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens known so far."""
-        return self.num_prompt_tokens + len(self.output_token_ids)
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def is_prefilling(self) -> bool:
         """Whether part of the prompt has not been computed yet."""
-        return self.num_computed_tokens < self.num_prompt_tokens
+        return self.num_computed_tokens < len(self.prompt_token_ids)
 
     @property
     def max_kv_tokens(self) -> int:
@@ -187,6 +187,8 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def num_rows_missing(self) -> int:
+        if self.prompt_logprobs is None or not self.is_prefilling:
+            return 0
         return self.num_prompt_rows_at(self.num_prompt_tokens) - self.num_prompt_rows_at(
             self.num_computed_tokens
         )
@@ -194,11 +196,10 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     def token_ids(self, start: int, end: int) -> IntArray:
         """Return the known tokens at positions [start, end), int32."""
         n = self.num_prompt_tokens
-        prompt = self.prompt_token_ids[start : min(end, n)]
         if end <= n:
-            return prompt
-        output = self.output_token_ids[max(start - n, 0) : end - n]
-        return np.concatenate([prompt, np.asarray(output, dtype=np.int32)])
+            return self.prompt_token_ids[start:end]
+        output = id_array(self.output_token_ids[max(start - n, 0) : end - n])
+        return output if start >= n else np.concatenate([self.prompt_token_ids[start:], output])
 
     def row_target_ids(self, start: int, end: int) -> IntArray:
         """Return the tokens whose rows a chunk [start, end) must bring, int32 [rows].

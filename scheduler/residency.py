@@ -16,7 +16,7 @@ from scheduler import policy
 from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
 from scheduler.core import Core
 from scheduler.live import LiveRequest, StoreOp, WorkerView
-from scheduler.policy import Placement
+from scheduler.placement import Placement
 from scheduler.request import RequestStatus
 from scheduler.row_reuse import bring_rows
 
@@ -33,6 +33,7 @@ def place(core: Core, live: LiveRequest, placement: Placement) -> None:
     live.num_kv_tokens = len(cached) * live.block_size
     live.num_registered_blocks = len(cached)
     worker.residents[live.id] = live
+    core.touch(worker)
 
     limits = policy.read_limits(live)
     _count_query(core, live)
@@ -120,6 +121,7 @@ def evict(core: Core, live: LiveRequest, why: str, *, at_once: bool = False) -> 
     worker = live.worker
     if worker is None or live.status is RequestStatus.SAVING:
         return
+    core.touch(worker)
     abandon_migration(core, live)
     is_busy = live.in_flight is not None or live.status is RequestStatus.LOADING
     if is_busy or not (live.has_progressed_here or at_once):
@@ -216,6 +218,7 @@ def leave_worker(core: Core, live: LiveRequest) -> None:
     worker = live.worker
     if worker is None:
         return
+    core.touch(worker)
     abandon_migration(core, live)
     op = core.ops.get(live.op_id) if live.op_id is not None else None
     flight = next((f for f in worker.in_flight if f.live is live), None)
@@ -244,6 +247,9 @@ def abandon_migration(core: Core, live: LiveRequest) -> None:
     core.stats.num_migrations_failed += 1
     target = migration.target
     target.incoming.pop(live.id, None)
+    core.touch(target)
+    if live.worker is not None:
+        core.touch(live.worker)
     op = core.ops.get(migration.op_id) if migration.op_id is not None else None
     if op is not None:
         op.beneficiary = None

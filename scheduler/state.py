@@ -95,9 +95,10 @@ class SchedulerState:
         move_wanted(core)
         drain(core)
         admit(core)
-        for worker in core.workers.values():
-            if worker.is_idle:
-                start_step(core, worker)
+        while workers := core.take_to_step():
+            for worker in workers:
+                if worker.is_idle:
+                    start_step(core, worker)
         actions, core.actions = core.actions, []
         return actions
 
@@ -124,7 +125,7 @@ class SchedulerState:
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
         """Return what operators see of each live request, in order of service."""
-        ordered = sorted(self._core.requests.values(), key=lambda live: live.request.rank)
+        ordered = sorted(self._core.requests.values(), key=lambda live: live.rank)
         return [request_info(live, now_s) for live in ordered]
 
     def worker_reports(self) -> list[WorkerReport]:
@@ -166,9 +167,9 @@ class SchedulerState:
             case WorkerJoined():
                 self._join(event)
             case WorkerExpected():
-                self._core.expected[event.worker_id] = event.num_blocks
+                self._core.expect(event.worker_id, event.num_blocks)
             case WorkerNotComing():
-                if self._core.expected.pop(event.worker_id, None) is not None:
+                if self._core.stop_expecting(event.worker_id):
                     fail_hopeless(self._core, f"{event.worker_id} can't be started: {event.reason}")
             case DrainRequested():
                 self._drain(event)
@@ -259,10 +260,9 @@ class SchedulerState:
 
     def _accepted(self, event: RequestSubmitted) -> list[Request]:
         core, config = self._core, self._core.config
-        sizes = [w.pool.num_blocks for w in core.workers.values()] + list(core.expected.values())
-        if not sizes:
+        if not (core.workers or core.expected):
             raise EngineUnavailable("no worker is there to compute requests: restart the engine")
-        accepted = policy.accept(event.submission, config, max(sizes), event.client_id)
+        accepted = policy.accept(event.submission, config, core.largest_num_blocks, event.client_id)
         for name in (event.submission.request_id, *(r.request_id for r in accepted)):
             if name in core.families or name in core.requests:
                 raise DuplicateRequest(
@@ -318,17 +318,19 @@ class SchedulerState:
             info.num_blocks,
             info.block_size,
             enable_prefix_caching=core.config.enable_prefix_caching,
+            name=info.worker_id,
+            index=core.roster.prefixes,
         )
-        core.workers[info.worker_id] = WorkerView(info, pool)
-        core.expected.pop(info.worker_id, None)
+        core.add_worker(WorkerView(info, pool))
         fail_hopeless(core, "no worker is left")
 
     def _lose(self, event: WorkerLost) -> None:
         """Requeue a lost worker's requests: they keep their rows and lose only KV."""
         core = self._core
-        worker = core.workers.pop(event.worker_id, None)
+        worker = core.workers.get(event.worker_id)
         if worker is None:
             return
+        core.remove_worker(worker)
         core.stats.num_workers_lost += 1
         for op in [op for op in core.ops.values() if op.worker is worker]:
             del core.ops[op.op_id]

@@ -32,7 +32,7 @@ def start_step(core: Core, worker: WorkerView) -> None:
     running = policy.choose_suspects(running) or running
     budget = core.config.max_num_batched_tokens
     flights: list[InFlight] = []
-    for live in sorted(running, key=lambda r: (not r.is_evict_wanted, not r.is_decoding)):
+    for live in policy.in_step_order(running):
         if budget <= 0:
             break
         if live.status is not RequestStatus.RUNNING or live.worker is not worker or is_moving(live):
@@ -90,7 +90,7 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     core.stats.compute_s += event.output.compute_s
     worker.has_refused_releases = False
     results = {result.request_id: result for result in event.output.results}
-    for flight in _end_step(worker):
+    for flight in _end_step(core, worker):
         live = flight.live
         result = results.get(live.id)
         if result is None:
@@ -107,7 +107,7 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
     """
     num_flights = len(worker.in_flight)
     worker.has_refused_releases = num_flights == 0
-    flights = _end_step(worker)
+    flights = _end_step(core, worker)
     worker.released_request_ids += worker.told_released_ids
     for flight in flights:
         live = flight.live
@@ -130,7 +130,7 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
     they computed nothing else, is at fault.
     """
     num_flights = len(worker.in_flight)
-    for flight in _end_step(worker):
+    for flight in _end_step(core, worker):
         live = flight.live
         if num_flights > 1:
             live.batch_limit = num_flights // 2
@@ -145,8 +145,9 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
             finish(core, live, FinishReason.ERROR, error=error)
 
 
-def _end_step(worker: WorkerView) -> list[InFlight]:
+def _end_step(core: Core, worker: WorkerView) -> list[InFlight]:
     """Make the worker idle; return the flights whose requests are still there."""
+    core.touch(worker)
     flights, worker.in_flight, worker.step_id = worker.in_flight, [], None
     staying = []
     for flight in flights:

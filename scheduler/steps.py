@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler.codec import int_array
+from scheduler.codec import id_array, int_array
 from scheduler.live import LiveRequest
 from scheduler.messages import Chunk, NewRequest
 from scheduler.policy import stop_ids
@@ -20,7 +20,7 @@ def make_chunk(live: LiveRequest, end: int) -> Chunk:
         request_id=request.request_id,
         start=start,
         token_ids=int_array(request.token_ids(start, end)),
-        new_block_ids=int_array(live.block_ids[live.num_sent_blocks :]),
+        new_block_ids=id_array(live.block_ids[live.num_sent_blocks :]),
         row_target_ids=int_array(request.row_target_ids(start, end)),
         first_row_position=request.row_position(start),
         sample=end == request.num_tokens and len(request.output_token_ids) < request.max_tokens,

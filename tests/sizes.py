@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGES = ("scheduler.", "offload_store.")
-BOUNDED = {"BlockPool", "RowCache", "SchedulerStats"}
-"""Containers of these can't outgrow a worker's pool, a number of bytes or a list of reasons."""
+BOUNDED = {"BlockPool", "PrefixIndex", "RowCache", "SchedulerStats"}
+"""Containers of these can't outgrow the workers' pools, a number of bytes or a list of reasons."""
 
 
 def sizes(root: Any) -> dict[str, int]:

@@ -126,6 +126,9 @@ def containers_of(engine: SimEngine) -> dict[str, int]:
         "actions",
         "expected",
         "wanted_elsewhere",
+        "draining",
+        "_touched",
+        "_to_step",
     )
     sizes = {f"core.{name}": len(getattr(core, name)) for name in names}
     sizes["core._waiting"] = max(len(core._waiting) - 64, 0)
@@ -157,6 +160,9 @@ def test_every_container_of_the_core_is_looked_at_for_growth() -> None:
         "actions",
         "expected",
         "wanted_elsewhere",
+        "draining",
+        "_touched",
+        "_to_step",
         "_waiting",
         "_deadlines",
     }

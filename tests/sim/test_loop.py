@@ -146,6 +146,12 @@ def _without_rows(params: SamplingParams) -> dict[str, Any]:
     }
 
 
+PER_WORKER = {"WorkerCalls._members", "Core.workers"} | {
+    f"Roster.{name}" for name in ("_loads", "_entries", "_by_load", "_priorities")
+}
+"""Containers with an item for each worker that is there."""
+
+
 async def check_nothing_left(world: World, client: Client) -> None:
     """Wait until all that was under way has ended, and see that nothing holds anything."""
     await client.poll()
@@ -154,8 +160,7 @@ async def check_nothing_left(world: World, client: Client) -> None:
     def left() -> dict[str, Any]:
         held = {name: size for name, size in sizes(world.loop).items() if size}
         held["Tasks._tasks"] -= 1  # the watch goes on
-        for workers in ("WorkerCalls._members", "Core.workers"):
-            held.pop(workers, None)
+        held = {n: size for n, size in held.items() if n not in PER_WORKER}
         stats, stored = world.state.stats(), world.store.index.stats
         held["blocks"] = stats.num_used_blocks
         held["requests"] = stats.num_running + stats.num_waiting

@@ -33,6 +33,19 @@ def test_rows_come_back_in_the_order_they_were_added(counts: list[int], k: int) 
     assert rows.num_rows == sum(counts)
 
 
+@given(st.lists(st.integers(0, 4), max_size=90), st.integers(0, 40), st.integers(0, 3))
+def test_the_last_rows_are_those_of_the_whole(counts: list[int], num_last: int, k: int) -> None:
+    """A token that is told as it comes takes its row along, whatever pieces came before."""
+    rows = LogprobRows(k)
+    for index, count in enumerate(counts):
+        rows.append(logprobs(count, k, first=sum(counts[:index])))
+    pieces = list(rows.segments)
+    last = rows.last(num_last)
+    assert rows.segments == pieces, "the others are left as they are"
+    whole = logprobs(sum(counts), k)
+    assert last.same_bits(whole[max(sum(counts) - num_last, 0) :])
+
+
 def test_many_single_rows_do_not_stay_many_pieces() -> None:
     """Ten thousand decode steps must not leave ten thousand arrays per request."""
     rows = LogprobRows(1)

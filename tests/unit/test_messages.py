@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scheduler import actions, events, messages
 from scheduler.actions import AnyAction
-from scheduler.codec import decode, encode, int_array
+from scheduler.codec import decode, encode, id_array, int_array
 from scheduler.events import AnyEvent, LookupDone, WorkerLost
 from scheduler.messages import Chunk, SchedulerOutput, Submission
 from scheduler.sampling_params import SamplingParams
@@ -149,6 +149,12 @@ def test_token_ids_become_int32_in_one_piece(values: Any) -> None:
     assert array.dtype == np.int32
     assert array.flags.c_contiguous
     assert array.tolist() == list(values)
+
+
+@pytest.mark.parametrize("ids", [[], [7], [0, 2**31 - 1, 5]])
+def test_ids_of_the_engine_become_what_any_token_ids_become(ids: list[int]) -> None:
+    assert id_array(ids).tolist() == ids
+    assert encode(id_array(ids)) == encode(int_array(ids))
 
 
 @pytest.mark.parametrize(

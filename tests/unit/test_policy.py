@@ -14,7 +14,9 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, RequestTooLarge
 from scheduler.live import LiveRequest, Migration, WorkerView
 from scheduler.messages import Submission, WorkerInfo
+from scheduler.placement import choose_worker
 from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.roster import Roster
 from scheduler.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
@@ -48,6 +50,13 @@ def settle(view: WorkerView, live: LiveRequest, num_blocks: int) -> LiveRequest:
     live.worker, live.block_ids = view, view.pool.allocate(num_blocks)
     view.residents[live.id] = live
     return live
+
+
+def roster(*workers: WorkerView) -> Roster:
+    known = Roster(CONFIG.max_num_seqs)
+    for view in workers:
+        known.update(view)
+    return known
 
 
 # ---------------------------------------------------------------------------------- submission
@@ -147,7 +156,7 @@ def test_rows_that_would_not_fit_in_memory_are_refused() -> None:
 def test_the_worker_that_is_done_first_is_chosen() -> None:
     busy, idle = worker("busy"), worker("idle")
     settle(busy, live_request(0), 2)
-    chosen = policy.choose_worker(live_request(1), [busy, idle], CONFIG)
+    chosen = choose_worker(live_request(1), roster(busy, idle), CONFIG)
     assert chosen is not None
     assert chosen.worker is idle
 
@@ -156,8 +165,8 @@ def test_one_block_per_running_request_stays_free() -> None:
     """Else the newcomer would be evicted again at their next step."""
     view = worker(num_blocks=5)
     settle(view, live_request(0, 8), 2).num_kv_tokens = 8
-    assert policy.choose_worker(live_request(1, 8, max_tokens=1), [view], CONFIG) is not None
-    assert policy.choose_worker(live_request(1, 9, max_tokens=1), [view], CONFIG) is None
+    assert choose_worker(live_request(1, 8, max_tokens=1), roster(view), CONFIG) is not None
+    assert choose_worker(live_request(1, 9, max_tokens=1), roster(view), CONFIG) is None
 
 
 def test_a_worker_that_an_operator_has_named_is_chosen_if_it_has_room() -> None:
@@ -167,7 +176,7 @@ def test_a_worker_that_an_operator_has_named_is_chosen_if_it_has_room() -> None:
     for named, chosen in (("busy", busy), ("full", idle), ("nobody", idle)):
         live = live_request(2)
         live.migrate_to = named
-        placement = policy.choose_worker(live, [idle, busy, full], CONFIG)
+        placement = choose_worker(live, roster(idle, busy, full), CONFIG)
         assert placement is not None
         assert placement.worker is chosen
 
@@ -175,7 +184,7 @@ def test_a_worker_that_an_operator_has_named_is_chosen_if_it_has_room() -> None:
 def test_a_draining_worker_is_not_chosen_although_it_is_idle() -> None:
     view = worker()
     view.drain_deadline_s = 5.0
-    assert policy.choose_worker(live_request(0), [view], CONFIG) is None
+    assert choose_worker(live_request(0), roster(view), CONFIG) is None
     assert policy.choose_worker_to_clear(live_request(0), [view], CONFIG) is None
 
 
