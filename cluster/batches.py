@@ -347,7 +347,9 @@ def _written_to(path: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if path is None:
+            raise OutputConflict(f"stdout can't be written: {error}") from error
         raise OutputConflict(
-            f"{path or 'stdout'} can't be written: {error}. What is written stays; where it is a "
-            "file, the same command goes on"
+            f"{path} can't be written: {error}. What is written stays, and the same call goes on",
+            path=str(path),
         ) from error

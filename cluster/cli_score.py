@@ -119,7 +119,7 @@ def score(
         batch = Batch(source, target, options)
     with (
         engine(config, model=model, num_workers=num_workers, name=name) as client,
-        _shown_progress() as watcher,
+        _shown_progress(STREAM not in (source, target)) as watcher,
     ):
         progress = batch.run(client, watcher)
     _tell_end(progress, target, as_json)
@@ -144,7 +144,7 @@ class _Shown(BatchWatcher):
         self.last = progress
         self._bar.update(self._task, total=progress.num_rows, completed=progress.num_done)
         if progress.num_resumed:
-            self._say(f"{progress.num_resumed} rows are done already")
+            self.say(f"{progress.num_resumed} rows are done already")
 
     def advanced(self, progress: BatchProgress) -> None:
         failed = progress.finished.num_failed
@@ -158,17 +158,22 @@ class _Shown(BatchWatcher):
     def failed(self, index: int, error: HaversackError) -> None:
         self._num_told += 1
         if self._num_told <= _MAX_TOLD_ERRORS:
-            self._say(f"row {index} (line {index + 1}): {type(error).__name__}: {error.message}")
-        if self._num_told == _MAX_TOLD_ERRORS:
-            self._say("further bad rows are told in the output only")
+            self.say(f"row {index} (line {index + 1}): {type(error).__name__}: {error.message}")
+        elif self._num_told == _MAX_TOLD_ERRORS + 1:
+            self.say("further bad rows are told in the output only")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def _shown_progress() -> Iterator[_Shown]:
-    """Show how far it is, on stderr."""
+def _shown_progress(can_go_on: bool) -> Iterator[_Shown]:
+    """Show how far it is, on stderr.
+
+    Args:
+        can_go_on: whether a run that is interrupted can be gone on with.
+    """
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -185,9 +190,9 @@ def _shown_progress() -> Iterator[_Shown]:
         try:
             yield shown
         except BaseException:
-            if shown.last is not None and shown.last.num_rows is not None:
+            if can_go_on and shown.last is not None:
                 done, whole = shown.last.num_done, shown.last.num_rows
-                shown._say(f"{done} of {whole} rows are done; the same command goes on")
+                shown.say(f"{done} of {whole} rows are done; the same command goes on")
             raise
 
 
