@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from cluster.cli_common import Config, Json, Name, engine, json_text, show
 from cluster.client import Client
+from cluster.prompts import is_seconds
 from scheduler.errors import InvalidRequest, UnknownRequest
 from scheduler.messages import RequestInfo, WorkerReport
 from scheduler.outbox import EngineStats
@@ -56,26 +57,31 @@ def top(
     """
     with engine(config, start=False, name=name) as client:
         for param, value in (("interval", interval), ("count", count)):
-            if value is not None and not value > 0:
+            if value is not None and not is_seconds(value, above_zero=True):
                 raise InvalidRequest(f"{param} is {value:g}: give more than 0", param=param)
-        looks = itertools.count() if count is None else range(count)
+        looks = _looks(client, interval, itertools.count() if count is None else range(count))
         try:
-            _watch(client, interval, looks, as_json)
+            _show_looks(looks, as_json)
         except KeyboardInterrupt:
             return  # that is how it is left
 
 
-def _watch(client: Client, interval_s: float, looks: Any, as_json: bool) -> None:
+def _looks(client: Client, interval_s: float, numbers: Iterable[int]) -> Iterator[_Snapshot]:
+    for number in numbers:
+        if number:
+            time.sleep(interval_s)
+        yield _Snapshot(client)
+
+
+def _show_looks(looks: Iterator[_Snapshot], as_json: bool) -> None:
+    if as_json:
+        for seen in looks:
+            print(json_text(seen.facts()), flush=True)
+        return
     before: _Snapshot | None = None
-    with Live(auto_refresh=False, transient=sys.stdout.isatty()) as live:
-        for look in looks:
-            if look:
-                time.sleep(interval_s)
-            seen = _Snapshot(client)
-            if as_json:
-                print(json_text(seen.facts()), flush=True)
-            else:
-                live.update(_view(seen, before), refresh=True)
+    with Live(auto_refresh=False) as live:
+        for seen in looks:
+            live.update(_view(seen, before), refresh=True)
             before = seen
 
 
