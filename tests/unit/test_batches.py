@@ -321,6 +321,15 @@ def test_whatever_is_behind_the_good_lines_is_cut_off(
     assert found == lines if ordered else sorted(found) == sorted(lines)
 
 
+def test_a_row_is_in_an_output_once(client: ScoringClient, source: Path, out: Path) -> None:
+    """Where any row may come next, one that is there already is none of them."""
+    run(client, source, out, ordered=False)
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join([*lines[:4], lines[1], *lines[4:]]))
+    assert run(client, source, out, ordered=False).num_resumed == 4
+    assert sorted(out.read_bytes().splitlines(keepends=True)) == sorted(lines)
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_run_that_ends_after_any_row_is_gone_on_with(
     client: ScoringClient, source: Path, out: Path, engine: Engine, ordered: bool
