@@ -190,7 +190,8 @@ def engine_spec(
         home_address=_home_address(),
         has_journal=config.journal_path is not None,
         startup_timeout_s=config.startup_timeout_s,
-        takeover_timeout_s=timeouts.for_step(config.max_num_batched_tokens),
+        takeover_timeout_s=config.max_steps_in_flight
+        * timeouts.for_step(config.max_num_batched_tokens),
         transfer_timeout_s=patience_s,
     )
     journal = config.journal_path
