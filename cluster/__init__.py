@@ -1,5 +1,6 @@
 """Where the engine is put together, and what its user touches."""
 
+from cluster.batches import Batch, BatchOptions, BatchProgress, BatchWatcher
 from cluster.client import Client, submit
 from cluster.config import EngineConfig
 from cluster.handle import RequestHandle
@@ -12,8 +13,10 @@ from scheduler.errors import (
     HaversackError,
     InvalidConfig,
     InvalidRequest,
+    MissingPackage,
     ModelNotFound,
     NumericalError,
+    OutputConflict,
     Overloaded,
     RequestFailed,
     RequestTooLarge,
@@ -26,6 +29,10 @@ from scheduler.outputs import CompletionDelta, CompletionOutput, Logprob, Reques
 from scheduler.sampling_params import SamplingParams
 
 __all__ = [
+    "Batch",
+    "BatchOptions",
+    "BatchProgress",
+    "BatchWatcher",
     "CannotMigrate",
     "Client",
     "CompletionDelta",
@@ -38,8 +45,10 @@ __all__ = [
     "InvalidConfig",
     "InvalidRequest",
     "Logprob",
+    "MissingPackage",
     "ModelNotFound",
     "NumericalError",
+    "OutputConflict",
     "Overloaded",
     "RequestFailed",
     "RequestHandle",

@@ -81,7 +81,7 @@ class Scorer(ABC):
             EngineUnavailable: the engine is gone.
         """
         params, options = _checked_params(params), Options(priority, cache_salt, timeout_s)
-        with closing(self._scores([(context, continuation)], params, options)) as scores:
+        with closing(self.outcomes([(context, continuation)], params, options)) as scores:
             (_, score) = next(scores)
         return _or_raise(score)
 
@@ -145,7 +145,7 @@ class Scorer(ABC):
             refuse("on_error", on_error, '"raise" or "yield"')
         params, options = _checked_params(params), Options(priority, cache_salt, timeout_s)
         check_arguments(params.sampling_params(1), None, *options)
-        return self._each(self._scores(pairs, params, options, ordered=ordered), on_error)
+        return self._each(self.outcomes(pairs, params, options, ordered=ordered), on_error)
 
     def score_rolling(
         self,
@@ -182,7 +182,7 @@ class Scorer(ABC):
             refuse("max_window_tokens", size, f"an integer from 2 to {limit}")
         params, options = _checked_params(params), Options(priority, cache_salt, timeout_s)
         windows = self._encoder(params).windows(document, size)
-        with closing(self._scores(windows, params, options)) as scores:
+        with closing(self.outcomes(windows, params, options)) as scores:
             parts = [_or_raise(score) for _, score in scores]
         return joined(parts, self._intake.token_text())
 
@@ -203,21 +203,35 @@ class Scorer(ABC):
                     raise error
                 yield error
 
-    def _scores(
+    def token_text(self) -> DecodeToken | None:
+        """Return what gives a token's own text; None where the model comes without a tokenizer."""
+        return self._intake.token_text()
+
+    def outcomes(
         self,
         pairs: Iterable[Any],
         params: ScoringParams,
         options: Options,
         *,
         ordered: bool = True,
+        max_in_flight: int | None = None,
     ) -> Generator[tuple[int, Score | HaversackError], None, None]:
-        """Yield what has become of each pair, with its place."""
+        """Yield what has become of each pair, with its place: what `score_many` is made of.
+
+        Args:
+            pairs: see `score_many`. An error in the place of a pair is what has become of it.
+            params: checked ones.
+            options: checked ones.
+            ordered: see `score_many`.
+            max_in_flight: pairs that are under way at once; None: what keeps the engine busy.
+
+        Raises:
+            EngineUnavailable: nothing can be submitted any more.
+        """
         info = self._connection.info
         num_seats = len(info.workers) * info.limits.max_num_seqs
-        window = Window(
-            min(max(_STEPS_AHEAD * num_seats, _MIN_WINDOW), info.limits.max_queued_requests),
-            _MAX_RESULT_BYTES,
-        )
+        size = max_in_flight or max(_STEPS_AHEAD * num_seats, _MIN_WINDOW)
+        window = Window(min(size, info.limits.max_queued_requests), _MAX_RESULT_BYTES)
         results = results_as_room_comes(
             self._jobs(pairs, params, options),
             self._send,
@@ -301,6 +315,8 @@ def _checked_params(params: ScoringParams | None) -> ScoringParams:
 
 
 def _checked_pair(pair: Any) -> tuple[Any, Any]:
+    if isinstance(pair, HaversackError):
+        raise pair
     if isinstance(pair, (tuple, list)) and len(pair) == 2:
         return pair[0], pair[1]
     raise InvalidRequest(

