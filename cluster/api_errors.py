@@ -141,9 +141,11 @@ def answer_to_invalid(errors: Sequence[Any], known_fields: Sequence[str]) -> Err
     if first["type"] == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", first["msg"])
         return error_answer(400, f"the body is no valid JSON: {reason}", code="invalid_json")
+    if not place:
+        message = "the body is no JSON object: send one, with content-type: application/json"
+        return error_answer(400, message, code="invalid_json")
     message = first["msg"].removeprefix("Value error, ")
-    message = f"{param}: {message}" if param else message
-    return error_answer(400, message, code="invalid_value", param=param)
+    return error_answer(400, f"{param}: {message}", code="invalid_value", param=param)
 
 
 def _sendable(text: str) -> str:

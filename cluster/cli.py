@@ -1,4 +1,5 @@
-"""The `haversack` command: look after an engine, fetch a model, score and generate from a shell.
+"""The `haversack` command: serve an engine over HTTP, look after one, fetch a model, score and
+generate from a shell.
 
 Every command prints for people, or with `--json` one JSON line for programs. What a user can cause
 ends in one line on stderr and exit status 1.
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version as installed_version
@@ -20,7 +23,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cluster.api_settings import ApiSettings, Limits, key_digests
 from cluster.client import Client
+from cluster.config import EngineConfig
 from scheduler.errors import HaversackError, UnknownRequest
 from scheduler.messages import RequestInfo, WorkerReport
 from scheduler.sampling_params import SamplingParams
@@ -53,6 +58,87 @@ def version(as_json: Json = False) -> None:
     """Print the version."""
     found = installed_version("haversack")
     _print({"version": found}, as_json, found)
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HAVERSACK_API_KEY",
+            show_envvar=True,
+            show_default=False,
+            help="Keys that are let in, with commas between them. On a shared machine use the "
+            "variable: others can see what a command was given.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What requests may call the model, instead of its name."),
+    ] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Largest body of a request.")
+    ] = Limits.max_body_bytes,
+    max_prompts: Annotated[int, typer.Option(help="Prompts per request.")] = Limits.max_prompts,
+    max_n: Annotated[int, typer.Option(help="Choices per prompt.")] = Limits.max_n,
+    max_logprobs: Annotated[
+        int, typer.Option(help="Alternatives per token; -1 is what the engine allows.")
+    ] = Limits.max_logprobs,
+    max_logprob_entries: Annotated[
+        int, typer.Option(help="Logprobs in one answer.")
+    ] = Limits.max_logprob_entries,
+    config: Config = None,
+    model: Model = None,
+    num_workers: Workers = None,
+    name: Name = None,
+    as_json: Json = False,
+) -> None:
+    """Answer OpenAI's API over HTTP, from the running engine or one started for this.
+
+    Runs until Ctrl-C. Example: haversack serve --port 8080 --num-workers 2
+    """
+    with _errors():
+        limits = Limits(max_body_bytes, max_prompts, max_n, max_logprobs, max_logprob_entries)
+        digests = key_digests([] if api_key is None else api_key.split(","))
+    with _client(config, model=model, num_workers=num_workers, name=name) as client:
+        # Serve takes seconds to import, which other commands need not wait for.
+        from cluster.serving import Endpoint
+
+        settings = ApiSettings(
+            engine=EngineConfig(**client.info.settings),
+            served_names=tuple(served_model_name or [client.info.model]),
+            key_digests=digests,
+            limits=limits,
+        )
+        with _until_interrupted() as interrupted:
+            endpoint = Endpoint(settings, host=host, port=port)
+            try:
+                facts = {"url": endpoint.url, "model": settings.served_names[0]}
+                shown = f"{facts['model']} is served at {endpoint.url}/v1 (Ctrl-C ends it)"
+                _print(facts, as_json, shown)
+                sys.stdout.flush()
+                interrupted.wait()
+            finally:
+                endpoint.stop()
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[threading.Event]:
+    """Have SIGINT and SIGTERM set an event, so that what was started is ended in order."""
+    interrupted = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: interrupted.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @app.command()

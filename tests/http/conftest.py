@@ -17,13 +17,18 @@ from cluster.api_settings import ApiSettings, Limits, key_digests
 from cluster.config import EngineConfig
 from cluster.serving import Endpoint
 from tests.engine.conftest import DEADLINE_S, ENGINE, NUM_CPUS, wait_for
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import byte_tokenizer, tiny_llama
 
 MODEL = "tiny"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+
+
+def ids(text: str) -> list[int]:
+    """Return a text's tokens: one for each of its bytes."""
+    return list(byte_tokenizer()(text).input_ids)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,10 @@ import openai
 import pytest
 
 from cluster import Client, SamplingParams
+from tests.http.conftest import ids
 
-PROMPT = [72, 105, 32, 116, 104, 101, 114, 101]
+PROMPT = ids("Hi there")
+A, B = ids("AB")
 
 
 def test_a_greedy_completion_is_the_engines(api: openai.OpenAI, engine: Client) -> None:
@@ -28,7 +30,7 @@ def test_a_greedy_completion_is_the_engines(api: openai.OpenAI, engine: Client) 
 def test_echo_tells_the_logprob_of_every_token(
     api: openai.OpenAI, engine: Client, prompt: str | list[int], max_tokens: int
 ) -> None:
-    """An evaluation harness reads log-likelihoods off an echo: the first is null, the rest exact."""
+    """Evaluation harnesses read log-likelihoods off an echo: the first is null, the rest exact."""
     found = api.completions.create(
         model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
     )
@@ -58,7 +60,9 @@ def test_echo_tells_the_logprob_of_every_token(
 
 
 def test_a_prompt_of_one_token_has_one_null(api: openai.OpenAI) -> None:
-    found = api.completions.create(model="tiny", prompt=[72], echo=True, logprobs=1, max_tokens=0)
+    found = api.completions.create(
+        model="tiny", prompt=ids("H"), echo=True, logprobs=1, max_tokens=0
+    )
     logprobs = found.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.token_logprobs == [None]
@@ -72,7 +76,7 @@ def test_scoring_alone_makes_no_token(api: openai.OpenAI, engine: Client) -> Non
     assert engine.stats().scheduler.num_generated_tokens == before
 
 
-@pytest.mark.parametrize("prompts", [["Hi", "there"], [[72, 105], PROMPT[3:]]])
+@pytest.mark.parametrize("prompts", [["Hi", "there"], [ids("Hi"), PROMPT[3:]]])
 def test_several_prompts_have_their_choices_in_order(
     api: openai.OpenAI, engine: Client, prompts: list[str] | list[list[int]]
 ) -> None:
@@ -130,9 +134,9 @@ def test_parameters_reach_the_engine(api: openai.OpenAI) -> None:
         model="tiny",
         prompt="a",
         max_tokens=3,
-        logit_bias={"65": 100},
+        logit_bias={str(A): 100},
         temperature=0,
-        extra_body={"allowed_token_ids": [65, 66], "ignore_eos": True},
+        extra_body={"allowed_token_ids": [A, B], "ignore_eos": True},
     )
     assert forced.choices[0].text == "AAA"
     stopped = api.completions.create(
@@ -141,7 +145,7 @@ def test_parameters_reach_the_engine(api: openai.OpenAI) -> None:
         max_tokens=9,
         stop=["AA"],
         temperature=0,
-        extra_body={"allowed_token_ids": [65], "min_tokens": 4},
+        extra_body={"allowed_token_ids": [A], "min_tokens": 4},
     )
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].text == "AAA"
@@ -165,7 +169,7 @@ def test_the_likeliest_tokens_of_the_whole_vocabulary(api: openai.OpenAI) -> Non
             max_tokens=1,
             temperature=0,
             logprobs=k,
-            extra_body={"allowed_token_ids": [65]},
+            extra_body={"allowed_token_ids": [A]},
         )
         logprobs = found.choices[0].logprobs
         assert logprobs is not None
