@@ -66,6 +66,9 @@ def serve(
         str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.")] = 8000,
+    route_prefix: Annotated[
+        str, typer.Option(help="What paths begin with, where several engines share a port.")
+    ] = "/",
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -115,7 +118,7 @@ def serve(
             limits=limits,
         )
         with _until_interrupted() as interrupted:
-            endpoint = Endpoint(settings, host=host, port=port)
+            endpoint = Endpoint(settings, host=host, port=port, route_prefix=route_prefix)
             try:
                 facts = {"url": endpoint.url, "model": settings.served_names[0]}
                 shown = f"{facts['model']} is served at {endpoint.url}/v1 (Ctrl-C ends it)"
@@ -368,3 +371,7 @@ def _errors() -> Iterator[None]:
 def _fail(error: HaversackError) -> NoReturn:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    app()

@@ -20,6 +20,8 @@ from tests.engine.conftest import DEADLINE_S, ENGINE, NUM_CPUS, wait_for
 from tests.tiny_models import byte_tokenizer, tiny_llama
 
 MODEL = "tiny"
+LONG = {"prompt": "Hi", "n": 8, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+"""A body that is not done while a test looks at it: all of its choices do not fit at once."""
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -13,7 +13,7 @@ import pytest
 
 from cluster import Client
 from tests.engine.conftest import wait_for
-from tests.http.conftest import ids
+from tests.http.conftest import LONG, ids
 
 CHINESE = "你好, wörld"
 
@@ -117,9 +117,6 @@ def test_a_chat_is_streamed(api: openai.OpenAI) -> None:
     assert rows == whole.choices[0].logprobs.content
 
 
-LONG = {"prompt": "Hi", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
-
-
 def num_aborted(engine: Client) -> int:
     return engine.stats().scheduler.num_aborted
 
@@ -128,10 +125,11 @@ def test_a_client_that_leaves_its_stream_ends_the_request(
     http: httpx.Client, engine: Client
 ) -> None:
     before = num_aborted(engine)
-    with http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 2}) as answer:
+    with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
         next(answer.iter_lines())
         assert engine.requests()
-    wait_for(lambda: num_aborted(engine) == before + 2, "both choices are cancelled")
+    wait_for(lambda: not engine.requests(), "nothing goes on")
+    assert num_aborted(engine) > before
 
 
 def test_a_client_that_does_not_wait_ends_the_request(main_url: str, engine: Client) -> None:
@@ -141,14 +139,15 @@ def test_a_client_that_does_not_wait_ends_the_request(main_url: str, engine: Cli
 
     def ask() -> None:
         with pytest.raises(httpx.HTTPError):
-            client.post("/v1/completions", json=LONG | {"prompt": ["a", "b"]}, timeout=3.0)
+            client.post("/v1/completions", json=LONG | {"prompt": ["a", "b"]}, timeout=1.5)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_for(lambda: len(engine.requests()) == 2, "both prompts are under way")
+    wait_for(lambda: len(engine.requests()) > 8, "both prompts are under way")
     thread.join()
     client.close()
-    wait_for(lambda: num_aborted(engine) == before + 2, "both are cancelled")
+    wait_for(lambda: not engine.requests(), "nothing goes on")
+    assert num_aborted(engine) > before
 
 
 def test_a_score_ends_with_its_client(main_url: str, engine: Client) -> None:

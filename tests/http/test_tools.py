@@ -17,11 +17,10 @@ PHRASE = "naïve 你好 <eos>"
 
 
 def test_continuations_are_scored(http: httpx.Client, engine: Client) -> None:
-    choices = [" there", " you", ids(" x")]
+    choices = [" there", " you", " 你"]
     body = {"context": "Hi", "continuations": choices, "logprobs": 2}
     found = http.post("/score", json=body).json()
-    wanted = list(engine.score_many((("Hi", c) for c in choices[:2]), ScoringParams(logprobs=2)))
-    wanted.append(engine.score(ids("Hi"), choices[2], ScoringParams(logprobs=2)))
+    wanted = list(engine.score_many((("Hi", c) for c in choices), ScoringParams(logprobs=2)))
     assert [entry["index"] for entry in found["data"]] == [0, 1, 2]
     for entry, score in zip(found["data"], wanted, strict=True):
         assert entry["logprob"] == score.logprob
@@ -31,6 +30,8 @@ def test_continuations_are_scored(http: httpx.Client, engine: Client) -> None:
         assert entry["num_context_tokens"] == 2
         assert [len(tops) for tops in entry["top_logprobs"]] == [2] * score.num_tokens
     assert found["usage"]["completion_tokens"] == 0
+    as_ids = {"context": ids("Hi"), "continuations": [ids(c) for c in choices], "logprobs": 2}
+    assert http.post("/score", json=as_ids).json()["data"] == found["data"]
 
 
 def test_one_continuation_and_no_context(http: httpx.Client, engine: Client) -> None:
