@@ -65,7 +65,9 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Where to listen; 0 takes a free one, or that of a Serve that runs.")
+    ] = 8000,
     route_prefix: Annotated[
         str, typer.Option(help="What paths begin with, where several engines share a port.")
     ] = "/",

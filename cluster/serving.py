@@ -14,6 +14,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
 from ray.serve.schema import LoggingConfig
 
 from cluster.api import create_app
@@ -42,18 +43,23 @@ class Endpoint:
         Args:
             settings: the running engine, and the rules.
             host: where to listen, for a Serve that is started for this; 0.0.0.0 is everywhere.
-            port: the same; 0 takes a free one.
+            port: the same; 0 takes a free one, or that of a Serve that runs already.
             route_prefix: what the paths begin with, for several engines behind one address.
 
         Raises:
-            InvalidConfig: Serve can't listen there, or listens elsewhere already.
+            InvalidConfig: Serve can't listen there, or listens elsewhere already, or has such an
+                application already.
             StartupFailed: it does not come up.
         """
         self._name = f"haversack-{settings.engine.name}-{route_prefix.strip('/') or 'root'}"
-        self._owns_serve = not serve.status().proxies
-        if self._owns_serve:
+        listening = _serve_address()
+        self._owns_serve = listening is None
+        if listening is None:
             port = port or _free_port(host)
             _check_free(host, port)
+        else:
+            host, port = _agreed(listening, port)
+            self._check_name()
         logging_config = LoggingConfig(enable_access_log=False, log_level="WARNING")
         try:
             if self._owns_serve:
@@ -75,10 +81,19 @@ class Endpoint:
         self.url = f"http://{shown}:{port}{route_prefix.rstrip('/')}"
         """Where it answers, without a slash at the end."""
 
+    def _check_name(self) -> None:
+        if self._name in serve.status().applications:
+            raise InvalidConfig(
+                f"Serve has an application {self._name!r} already: give another --route-prefix, or "
+                "end it where it was started (what a killed process left behind ends with Serve's "
+                "own command: serve shutdown)",
+                field="route_prefix",
+            )
+
     def stop(self) -> None:
-        """Take it down, and Serve too where that was started for it."""
+        """Take it down, and Serve too where that was started for it and has nothing else."""
         with contextlib.suppress(RayError, RuntimeError):
-            if self._owns_serve:
+            if self._owns_serve and not set(serve.status().applications) - {self._name}:
                 end: Any = serve.shutdown
                 end()
             else:
@@ -100,6 +115,22 @@ def _deployment(settings: ApiSettings) -> Any:
         """The endpoint's replica; all that it does is the application's."""
 
     return HaversackApi
+
+
+def _serve_address() -> tuple[str, int] | None:
+    """Return where Serve listens; None where it does not run."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else (client.http_config.host, client.http_config.port)
+
+
+def _agreed(listening: tuple[str, int], port: int) -> tuple[str, int]:
+    if port not in (0, listening[1]):
+        raise InvalidConfig(
+            f"Serve runs already and listens at {listening[0]}:{listening[1]}: give that --port, "
+            "or 0",
+            field="port",
+        )
+    return listening
 
 
 def _free_port(host: str) -> int:
