@@ -10,8 +10,8 @@ from bench.peers.protocol import Prompts
 class Inputs:
     """A seeded source of prompts."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.rng = np.random.default_rng(0)
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
         """For what else is drawn at random."""
         self._vocab_size = vocab_size
 

@@ -25,7 +25,9 @@ from bench.sides import Engine, PeerSide, Side
 from bench.workloads import ANSWERS, GROWTH, OURS, PEAK, RESULT, TTFT, Sizes, Workload, paced
 
 _MIB = 2**20
+_WARM_UP_PROMPTS = 4
 _WARM_UP_TOKENS = 4
+_WARM_UP_SEED = 1
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Measured:
     generated, the share of requests whose first token differs."""
     absent: dict[str, str] = field(default_factory=dict)
     """Peer -> why it has no figures."""
+    cached: list[float] = field(default_factory=list)
+    """Of our prompt tokens, the share that caches supplied, per repeat."""
 
     def median(self, figure: str, side: str) -> float | None:
         """Return a side's figure."""
@@ -88,6 +92,7 @@ class Measured:
             "peaks_mib": {s: self.peaks_mib[s] for s in sorted(self.peaks_mib) if s in sides},
             "differences": {s: rounded(value) for s, value in self.differences.items()},
             "absent": self.absent,
+            "cached_share": rounded(statistics.median(self.cached)) if self.cached else None,
         }
 
 
@@ -161,6 +166,8 @@ class Arena:
         outcome = side.run(job)
         peaks = {part: peak_bytes(pid) for part, pid in pids.items()}
         _check(side, job, outcome)
+        if side.name == OURS and job.kind != "serve":
+            measured.cached.append(outcome.num_cached / sum(map(len, job.prompts)))
         count = len(job.prompts) if workload.rate == ANSWERS else job.num_tokens
         measured.figures[workload.rate][side.name].append(count / outcome.seconds)
         if workload.shows_peak and side.name != "linear":
@@ -241,8 +248,9 @@ class Arena:
 
     def _warm_up(self, side: Side) -> None:
         """Do a little of everything that the side can do, once after its start."""
-        sizes, inputs = self._sizes, Inputs(self.engine.vocab_size)
-        count = sizes.requests
+        # Prompts that no workload has: caches keep what was computed here.
+        sizes, inputs = self._sizes, Inputs(self.engine.vocab_size, _WARM_UP_SEED)
+        count = min(sizes.requests, _WARM_UP_PROMPTS)
         prompts = inputs.unique(count, sizes.prompt_tokens)
         if isinstance(side, PeerSide) and side.is_serving:
             wanted = [_WARM_UP_TOKENS * (i % 2) for i in range(count)]

@@ -5,8 +5,8 @@
 Regimes, all on virtual time with simulated workers (`bench.scheduler_world`):
 - `workers`: so many workers, 40 requests live for each, a new one for each that ends, until all of
   the trace have ended (at most 5,000 a worker). Beside the speed: which part of the prompt tokens
-  that may come from a cache did, and which part an endless cache could have supplied; how many
-  tokens the busiest worker computed for one of the average one.
+  came from a cache, and which part one endless cache could have supplied; how many tokens the
+  busiest worker computed for one of the average one.
 - `waiting`: 16 workers, and so many requests that always wait.
 
 Chunks per second are of CPU time inside `SchedulerState.handle`, everything included from
@@ -58,7 +58,7 @@ def run_workers(num_workers: int, num_requests: int, seed: int, progress: Progre
     progress.update(task, completed=engine.num_ended)
     stats = engine.state.stats()
     tokens = [worker.num_tokens for worker in engine.workers.values()]
-    readable = max(engine.trace.num_readable_tokens, 1)
+    num_prompt_tokens = engine.trace.num_prompt_tokens
     return {
         "workers": num_workers,
         "requests": engine.num_ended,
@@ -66,8 +66,8 @@ def run_workers(num_workers: int, num_requests: int, seed: int, progress: Progre
         "chunks_per_step": round(stats.num_chunks / stats.num_steps, 1),
         "chunks_per_s": round(stats.num_chunks / engine.handle_s),
         "us_per_chunk": round(1e6 * engine.handle_s / stats.num_chunks, 1),
-        "prefix_hit_rate": round(stats.num_worker_cache_hit_tokens / readable, 3),
-        "prefix_hit_rate_possible": round(engine.trace.num_repeated_tokens / readable, 3),
+        "prefix_hit_rate": round(stats.num_worker_cache_hit_tokens / num_prompt_tokens, 3),
+        "prefix_hit_rate_possible": round(engine.trace.num_repeated_tokens / num_prompt_tokens, 3),
         "tokens_max_over_mean": round(max(tokens) / statistics.mean(tokens), 3),
         "evictions": stats.num_evictions,
         "virtual_s": round(engine.now_s, 1),

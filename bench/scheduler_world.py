@@ -2,10 +2,10 @@
 take time but compute nothing.
 
 A request's prompt is a system prompt, drawn from a Zipf distribution, and a tail of its own. Half
-of the requests are scored (all prompt rows, nothing generated, no cache read), half are generated,
-and every other one of those wants logprobs. Everything follows from one seed. A step costs a fixed
-time and a time per token; the step that ends first is answered first. Only the time spent inside
-`SchedulerState.handle` is counted.
+of the requests are scored (all prompt rows, nothing generated), half are generated, and every other
+one of those wants logprobs. Everything follows from one seed. A step costs a fixed time and a time
+per token; the step that ends first is answered first. Only the time spent inside
+`SchedulerState.handle` is counted. There is no offload store.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class Trace:
         self._system_prompts = [self._tokens(int(length)) for length in lengths]
         weights = np.arange(1, _NUM_SYSTEM_PROMPTS + 1) ** -_ZIPF_EXPONENT
         self._weights = weights / weights.sum()
-        self._seen: set[int] = set()
+        self._computed: set[int] = set()
+        self._scored: set[int] = set()
+        """System prompts that an earlier request computed, and scored."""
         self._count = 0
-        self.num_readable_tokens = 0
-        """Prompt tokens of the requests that may read a cache."""
+        self.num_prompt_tokens = 0
         self.num_repeated_tokens = 0
-        """Those of them that an earlier such request had in full blocks: what one cache of endless
-        size would supply."""
+        """Those of them that an earlier request had in full blocks, scored ones too where rows are
+        needed: what one cache of endless size would supply."""
 
     def __iter__(self) -> Iterator[Submission]:
         while True:
@@ -83,11 +84,13 @@ class Trace:
                 max_tokens=self._length(_MEAN_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS),
                 logprobs=1 if number % 4 == 1 else None,
             )
-            self.num_readable_tokens += len(prompt)
-            if kind in self._seen:
-                shared = len(self._system_prompts[kind])
-                self.num_repeated_tokens += shared // BLOCK_SIZE * BLOCK_SIZE
-            self._seen.add(kind)
+        self.num_prompt_tokens += len(prompt)
+        if kind in (self._scored if params is _SCORING else self._computed):
+            num_blocks = len(self._system_prompts[kind]) // BLOCK_SIZE
+            self.num_repeated_tokens += num_blocks * BLOCK_SIZE
+        self._computed.add(kind)
+        if params is _SCORING:
+            self._scored.add(kind)
         return Submission(f"r{number}", prompt, params, seed=number)
 
     def _tokens(self, count: int) -> IntArray:
@@ -102,6 +105,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._wants_logprobs: set[str] = set()
+        self.free_s = 0.0
+        """When it will have computed all that it was sent."""
         self.num_tokens = 0
         """Tokens computed so far."""
         rows = int_array(np.zeros((1024, 2), np.int32))
@@ -194,8 +199,10 @@ class Engine:
         for action in actions:
             match action:
                 case RunBatch():
-                    output, cost_s = self.workers[action.worker_id].execute(action.output)
-                    end_s = self.now_s + cost_s * (1 + _JITTER * self._rng.uniform(-1, 1))
+                    worker = self.workers[action.worker_id]
+                    output, cost_s = worker.execute(action.output)
+                    cost_s *= 1 + _JITTER * self._rng.uniform(-1, 1)
+                    end_s = worker.free_s = max(self.now_s, worker.free_s) + cost_s
                     done = BatchDone(action.worker_id, output, time_s=end_s)
                     heapq.heappush(self._steps, (end_s, output.step_id, done))
                 case Emit():

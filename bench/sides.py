@@ -18,7 +18,7 @@ from bench.peers.process import PeerProcess, command_of
 from bench.peers.protocol import Job, Outcome
 from bench.processes import engine_pids
 from bench.workloads import OURS
-from cluster import Client, SamplingParams
+from cluster import Client, RequestOutput, SamplingParams
 from cluster.launch import worker_variables
 from workers.model_store import resolve_model
 
@@ -86,7 +86,9 @@ class Engine:
             num_rows.append(len(actual))
             sums.append(float(actual.sum(dtype=np.float64)))
             num_bytes += rows.num_bytes
-        return Outcome(seconds, num_rows, sums, result_bytes=num_bytes)
+        return Outcome(
+            seconds, num_rows, sums, result_bytes=num_bytes, num_cached=_num_cached(outputs)
+        )
 
     def _generate(self, job: Job) -> Outcome:
         params = [_generating(count) for count in job.max_tokens]
@@ -95,7 +97,10 @@ class Engine:
         seconds = time.perf_counter() - started_s
         tokens = [output.outputs[0].token_ids for output in outputs]
         return Outcome(
-            seconds, first_token_ids=[ids[0] for ids in tokens], num_generated=sum(map(len, tokens))
+            seconds,
+            first_token_ids=[ids[0] for ids in tokens],
+            num_generated=sum(map(len, tokens)),
+            num_cached=_num_cached(outputs),
         )
 
     def _serve(self, job: Job) -> Outcome:
@@ -124,6 +129,10 @@ class Engine:
         if first_s is None:
             raise RuntimeError(f"{job.workload}: a request ended without a token")
         return first_s - started_s - at_s
+
+
+def _num_cached(outputs: list[RequestOutput]) -> int:
+    return sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 def _scoring(num_logprobs: int, start: int) -> SamplingParams:

@@ -70,6 +70,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens per step of a worker, decodes and prefill chunks together."""
     max_num_seqs: int = 64
     """Requests that run on a worker at once."""
+    max_steps_in_flight: int = 2
+    """Steps that a worker may have been sent and not answered. With 2 the next step is there when
+    one ends, so that a worker never waits for the scheduler; 1 sends each when the one before is
+    answered."""
+    max_decode_steps: int = 4
+    """Tokens of each request that a step may bring, where all of them decode and nobody waits; 1
+    has every token sent by itself. Where tokens take long it is fewer, so that a newcomer does not
+    wait for more than about 0.1 s of them."""
     max_model_len: int | None = None
     """Positions a request may use, prompt and output together; None is what the model can do,
     and more than that is lowered to it."""
@@ -179,6 +187,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             block_size=info.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            max_steps_in_flight=self.max_steps_in_flight,
+            max_decode_steps=self.max_decode_steps,
             max_model_len=min(limit, info.max_model_len),
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -214,6 +224,8 @@ RULES: dict[str, Rule] = {
     "kv_cache_bytes": size(1),
     "max_num_batched_tokens": whole(1),
     "max_num_seqs": whole(1),
+    "max_steps_in_flight": whole(1),
+    "max_decode_steps": whole(1),
     "max_model_len": optional(whole(1)),
     "enable_prefix_caching": flag(),
     "offload_bytes": size(0),

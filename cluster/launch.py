@@ -190,7 +190,8 @@ def engine_spec(
         home_address=_home_address(),
         has_journal=config.journal_path is not None,
         startup_timeout_s=config.startup_timeout_s,
-        takeover_timeout_s=timeouts.for_step(config.max_num_batched_tokens),
+        takeover_timeout_s=config.max_steps_in_flight
+        * timeouts.for_step(config.max_num_batched_tokens),
         transfer_timeout_s=patience_s,
     )
     journal = config.journal_path
@@ -216,8 +217,16 @@ def engine_spec(
 
 
 def worker_variables(num_threads: int) -> dict[str, str]:
-    """Return the environment variables that a worker with so many threads has to start with."""
-    return {"GLIBC_TUNABLES": _MALLOC, "OMP_NUM_THREADS": str(num_threads)}
+    """Return the environment variables that a worker with so many threads has to start with.
+
+    Threads that wait for each other sleep: Ray's own processes need the cores now and then, and
+    where threads spin until another has got its core back, a step takes many times as long.
+    """
+    return {
+        "GLIBC_TUNABLES": _MALLOC,
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "passive",
+    }
 
 
 def _wait_until_ready(config: EngineConfig, scheduler: Any) -> None:

@@ -37,7 +37,7 @@ class BlockPool:
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._caching = enable_prefix_caching
+        self.is_caching = enable_prefix_caching
         self._name = name
         self._index = index
         self._refs = [0] * num_blocks
@@ -76,7 +76,7 @@ class BlockPool:
         Both the limit and the bypass are enforced here, whatever the caller checked before.
         """
         found: list[int] = []
-        if skip_reading_prefix_cache or not self._caching:
+        if skip_reading_prefix_cache or not self.is_caching:
             return found
         for block_hash in block_hashes[: num_readable_tokens // self.block_size]:
             block_id = self._block_of.get(block_hash)
@@ -141,7 +141,7 @@ class BlockPool:
         """
         if self._refs[block_id] <= 0:
             raise InvariantViolation(f"block {block_id} is registered but nobody holds it")
-        if self._caching and block_hash not in self._block_of and block_id not in self._hash_of:
+        if self.is_caching and block_hash not in self._block_of and block_id not in self._hash_of:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
             if self._index is not None:
@@ -153,7 +153,7 @@ class BlockPool:
             self._forget(block_id)
         self._blank += self._cached
         self._cached.clear()
-        self._caching = False
+        self.is_caching = False
 
     @property
     def findable_hashes(self) -> Collection[bytes]:

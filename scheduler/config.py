@@ -14,6 +14,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Tokens per step of a worker, decodes and prefill chunks together."""
     max_num_seqs: int = 64
     """Requests running on a worker at once."""
+    max_decode_steps: int = 1
+    """Tokens of each request that a step may bring where all of them decode and nobody waits."""
+    max_steps_in_flight: int = 2
+    """Steps that a worker may have been sent and not answered; with 2 it never waits for one."""
     max_model_len: int = 8192
     """Positions a request may use, prompt and output together."""
     vocab_size: int = 2**31 - 1

@@ -73,14 +73,34 @@ def _check_place(core: Core, live: LiveRequest) -> None:
     _require(live.num_kv_tokens <= len(live.block_ids) * live.block_size, f"{name}: KV has blocks")
     _require(live.num_kv_tokens <= live.request.num_tokens, f"{name}: KV of unknown tokens")
     _require(len(set(live.block_ids)) == len(live.block_ids), f"{name}: a block twice")
-    _require(
-        live.in_flight is None or status is RequestStatus.RUNNING, f"{name}: computed elsewhere"
-    )
+    _require(not live.in_flight or status is RequestStatus.RUNNING, f"{name}: computed elsewhere")
+    _check_flights(core, live, name)
     if live.worker is not None:
         to_write = live.block_ids[live.num_kv_tokens // live.block_size :]
         findable = [block for block in to_write if live.worker.pool.is_findable(block)]
         _require(not findable, f"{name}: would write to blocks {findable} that others may read")
         _require(live.worker.residents.get(live.id) is live, f"{name}: unknown to its worker")
+
+
+def _check_flights(core: Core, live: LiveRequest, name: str) -> None:
+    end, is_void = live.num_kv_tokens, False
+    for flight in live.in_flight:
+        _require(flight.live is live, f"{name}: another's chunk")
+        _require(flight.is_void or not is_void, f"{name}: goes on from what has failed")
+        _require(flight.is_void or flight.chunk.start <= end, f"{name}: skips positions")
+        end, is_void = flight.end, flight.is_void
+    _require(end <= len(live.block_ids) * live.block_size, f"{name}: writes past its blocks")
+    _require(
+        is_void or live.num_planned_outputs <= live.request.max_tokens,
+        f"{name}: generates past its end",
+    )
+    steps = live.worker.steps if live.worker is not None else ()
+    sent = [f for step in steps for f in step.flights if f in live.in_flight]
+    _require(sent == live.in_flight, f"{name}: its chunks are in no step, or in another order")
+    _require(
+        live.batch_limit is None or is_void or len(live.in_flight) <= 1,
+        f"{name}: under suspicion and sent ahead",
+    )
 
 
 def _check_worker(core: Core, worker: WorkerView) -> None:
@@ -97,14 +117,19 @@ def _check_worker(core: Core, worker: WorkerView) -> None:
     for op in core.ops.values():
         if op.worker is worker:
             holds += op.held_block_ids
-    for flight in worker.in_flight:
+    for flight in (flight for step in worker.steps for flight in step.flights):
         holds += flight.orphaned_block_ids
     worker.pool.validate(holds)
+    step_ids = [step.step_id for step in worker.steps]
+    _require(step_ids == sorted(step_ids), f"{worker.id}: steps out of order")
+    _require(
+        len(step_ids) <= core.config.max_steps_in_flight,
+        f"{worker.id}: more than max_steps_in_flight steps",
+    )
     saving = [r for r in worker.residents.values() if r.status is RequestStatus.SAVING]
     _require(worker.num_saving == len(saving), f"{worker.id}: requests that leave are miscounted")
     if worker.is_idle:
         _check_idle(core, worker)
-    _require(worker.step_id is not None or not worker.in_flight, f"{worker.id}: idle with chunks")
     _require(
         worker.num_seats_taken <= core.config.max_num_seqs,
         f"{worker.id}: more than max_num_seqs requests",

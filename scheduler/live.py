@@ -47,8 +47,8 @@ class LiveRequest:
     """Leading block ids that the worker has been told."""
     is_known_to_worker: bool = False
     """Whether the worker has its parameters."""
-    in_flight: Chunk | None = None
-    """The chunk that is being computed."""
+    in_flight: list[InFlight] = field(default_factory=list)
+    """Its chunks under way, in the order in which they are computed."""
     op_id: int | None = None
     """The store operation it waits for while LOADING or SAVING."""
     has_progressed_here: bool = False
@@ -106,9 +106,29 @@ class LiveRequest:
         return self.request.num_tokens - self.next_position
 
     @property
+    def planned_position(self) -> int:
+        """Where the chunk starts that follows those under way."""
+        return self.in_flight[-1].end if self.in_flight else self.next_position
+
+    @property
+    def num_planned_outputs(self) -> int:
+        """Tokens generated once all that is under way is computed, unless one ends the request."""
+        num_outputs = len(self.request.output_token_ids)
+        for flight in self.in_flight:
+            num_outputs += flight.num_samples
+        return num_outputs
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """Tokens to compute next, those included that what is under way will bring."""
+        num_tokens = self.request.num_prompt_tokens + self.num_planned_outputs
+        return num_tokens - self.planned_position
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next chunk is one token after the prompt."""
-        return not self.request.is_prefilling and self.num_pending_tokens == 1
+        is_past_prompt = self.planned_position >= self.request.num_prompt_tokens
+        return is_past_prompt and self.num_unplanned_tokens == 1
 
     def move_to(self, status: RequestStatus, time_s: float, why: str) -> None:
         """Change the status and remember why.
@@ -157,7 +177,28 @@ class InFlight:
 
     live: LiveRequest
     chunk: Chunk
+    is_void: bool = False
+    """What it continues has failed, so that nothing it brings is of use."""
     orphaned_block_ids: list[int] = field(default_factory=list)
+    end: int = field(init=False)
+    """Position before which it ends, unless a token before ends the request."""
+    num_samples: int = field(init=False)
+    """Tokens that it brings, unless one before ends the request."""
+
+    def __post_init__(self) -> None:
+        chunk = self.chunk
+        self.end = chunk.start + len(chunk.token_ids) + chunk.max_more_tokens
+        self.num_samples = int(chunk.sample) + chunk.max_more_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step that a worker was sent and has not answered."""
+
+    step_id: int
+    flights: list[InFlight]
+    told_released_ids: list[str]
+    """Requests that it says have left: told again if it fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -172,13 +213,12 @@ class WorkerView:
     """Requests that hold blocks here: LOADING, RUNNING or SAVING."""
     num_saving: int = 0
     """Those of them that are SAVING."""
-    step_id: int | None = None
-    """The step under way; None while idle."""
-    in_flight: list[InFlight] = field(default_factory=list)
+    steps: deque[Step] = field(default_factory=deque)
+    """Those under way, in the order in which they were sent, are computed and answered."""
+    decode_s: float | None = None
+    """Seconds that it took per token of each request in its latest step of nothing but decodes."""
     released_request_ids: list[str] = field(default_factory=list)
     """Requests that left since the last step, to be told with the next one."""
-    told_released_ids: list[str] = field(default_factory=list)
-    """Those told with the step under way: told again if it fails."""
     has_refused_releases: bool = False
     """Its latest step held nothing but those and failed: they wait for the next chunk."""
     incoming: dict[str, LiveRequest] = field(default_factory=dict)
@@ -193,7 +233,7 @@ class WorkerView:
 
     @property
     def is_idle(self) -> bool:
-        return self.step_id is None
+        return not self.steps
 
     @property
     def is_draining(self) -> bool:

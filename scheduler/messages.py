@@ -17,6 +17,9 @@ from scheduler.sampling_params import SamplingParams
 
 # ---------------------------------------------------------------- scheduler -> worker -> scheduler
 
+LAST_SAMPLED = -1
+"""As a chunk's only token id: the token that this worker sampled last for the request."""
+
 
 class NewRequest(msgspec.Struct, frozen=True, eq=False):
     """What a worker has to know about a request before its first chunk there."""
@@ -27,8 +30,9 @@ class NewRequest(msgspec.Struct, frozen=True, eq=False):
     num_prompt_logprobs: int | None
     """Columns of a prompt row beside the actual token's, -1 for all of the vocabulary, None for no
     rows; `sampling_params` say which ones."""
-    banned_until_min_tokens: tuple[int, ...]
-    """Stop ids that can't be sampled before `min_tokens` tokens are generated."""
+    stop_ids: tuple[int, ...]
+    """Token ids that end the request once `min_tokens` tokens are generated, and can't be sampled
+    before."""
     num_output_tokens: int
     """Tokens generated so far, on whichever worker."""
     history: IntArray
@@ -42,7 +46,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     start: int
     """Position of the first token; KV of every earlier position is in the blocks."""
     token_ids: IntArray
-    """int32 [tokens]"""
+    """int32 [tokens], or [LAST_SAMPLED] while an earlier step that brings the token is under way"""
     new_block_ids: IntArray
     """int32: block ids to append to the request's block table on this worker."""
     row_target_ids: IntArray
@@ -56,10 +60,16 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     first_new_position: int = 0
     """KV of earlier positions is in the blocks, which others may share: tokens of the chunk before
     it are computed for their rows and samples only, and their KV is not touched."""
+    max_more_tokens: int = 0
+    """Tokens to sample beyond that one, each computed in its turn as if it had been sent, unless
+    one ends the request; there are blocks for them."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, eq=False):
-    """One step of one worker."""
+    """One step of one worker; the next one may be sent before it is answered.
+
+    A worker computes and answers steps in the order in which they were sent.
+    """
 
     step_id: int
     chunks: list[Chunk]
@@ -75,7 +85,9 @@ class ChunkResult(msgspec.Struct, frozen=True, eq=False):
     """The prompt rows asked for; None where none were."""
     sampled_token_id: int | None = None
     sampled_logprobs: Logprobs | None = None
-    """One row, where output logprobs are asked for."""
+    """One row per sampled token, where output logprobs are asked for."""
+    more_token_ids: IntArray | None = None
+    """int32: the tokens sampled after that one; None where no more were asked for."""
     error: WireError | None = None
     """Set alone: this request failed, the rest of the batch is good."""
 

@@ -46,7 +46,8 @@ def advance_migration(core: Core, live: LiveRequest) -> None:
         return
     num_full = live.num_kv_tokens // live.block_size
     num_left = num_full - migration.num_copied_blocks
-    if num_left > _FEW_BLOCKS and migration.num_rounds < _MAX_ROUNDS:
+    is_paused = migration.paused_s is not None
+    if num_left > _FEW_BLOCKS and migration.num_rounds < _MAX_ROUNDS and not is_paused:
         migration.num_rounds += 1
         _copy(core, live, migration, num_full)
         return
@@ -54,7 +55,7 @@ def advance_migration(core: Core, live: LiveRequest) -> None:
         return
     if migration.paused_s is None:
         migration.paused_s = core.now_s
-    if live.in_flight is None:
+    if not live.in_flight:
         _copy_last(core, live, migration)
 
 
@@ -81,7 +82,7 @@ def take_copy(core: Core, op: StoreOp, num_copied_blocks: int) -> None:
 
 def _is_still(live: LiveRequest, migration: Migration) -> bool:
     """Whether nothing can have been computed since the copy began."""
-    return migration.paused_s is not None and live.in_flight is None
+    return migration.paused_s is not None and not live.in_flight
 
 
 def _copy_last(core: Core, live: LiveRequest, migration: Migration) -> None:

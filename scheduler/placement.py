@@ -9,7 +9,7 @@ of those that hold nothing.
 That is exact where a worker's tokens are those before the request, which is so for each request
 that comes after all others in order. For one that comes before others (its priority is higher, or
 it was evicted) the tokens behind it are counted too; but whether there is room for it is a
-matter of those before it only, so that it is at most one step's tokens worse off.
+matter of those before it only, so that it is at most a few steps' tokens worse off.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def choose_worker(
 ) -> Placement | None:
     """Return where to put a waiting request, or None while no worker has room.
 
-    A worker has room if a place and the blocks for all known tokens are free, and less than one
-    step's work stands before the request. Unless the worker is empty, one block per running
-    request stays free too, so that a readmitted request is not evicted again at their next step.
+    A worker has room if a place and the blocks for all known tokens are free, and less work stands
+    before the request than the steps take that it may be sent. Unless the worker is empty, one
+    block per running request stays free too, so that a readmitted request is not evicted again at
+    their next step. A worker that is about to compute the block that the request lacks next has
+    room once it has done so.
     The worker that an operator has named is chosen where it has room.
 
     Args:
@@ -86,7 +88,7 @@ def _best_of_all(live: LiveRequest, roster: Roster, config: SchedulerConfig) -> 
         for load in roster.by_load(names):
             if best is not None and load.num_pending_tokens + num_own_tokens > best.cost:
                 break
-            if is_last and load.num_pending_tokens >= config.max_num_batched_tokens:
+            if is_last and load.num_pending_tokens >= _max_tokens_before(config):
                 break
             offer = _offer(live, load, config)
             if offer is None:
@@ -119,13 +121,19 @@ def _offer(live: LiveRequest, load: Load, config: SchedulerConfig) -> _Offer | N
     request, worker = live.request, load.worker
     if worker.num_seats_taken >= config.max_num_seqs or not policy.is_open_to(request, worker):
         return None
-    if _num_tokens_before(live, load) >= config.max_num_batched_tokens:
+    if _num_tokens_before(live, load) >= _max_tokens_before(config):
         return None
     cached = policy.cached_blocks(live, worker)
+    if policy.is_prefix_coming(live, worker, len(cached), config):
+        return None
     if policy.num_blocks_to_take(live, worker, cached) + load.num_active > worker.pool.num_free:
         return None
     cost = load.num_pending_tokens + request.num_tokens - len(cached) * config.block_size
     return _Offer(cost, load.num_active, Placement(worker, cached))
+
+
+def _max_tokens_before(config: SchedulerConfig) -> int:
+    return config.max_num_batched_tokens * config.max_steps_in_flight
 
 
 def _num_tokens_before(live: LiveRequest, load: Load) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from scheduler.codec import IntArray
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest, RequestTooLarge
-from scheduler.live import LiveRequest, WorkerView
+from scheduler.live import LiveRequest, Step, WorkerView
 from scheduler.logprobs import LogprobRows
 from scheduler.messages import SchedulerStats, Submission
 from scheduler.request import FinishReason, ReadLimits, Request, RequestStatus
@@ -227,6 +227,45 @@ def cached_blocks(live: LiveRequest, worker: WorkerView) -> list[int]:
     )
 
 
+def is_prefix_coming(
+    live: LiveRequest, worker: WorkerView, num_cached: int, config: SchedulerConfig
+) -> bool:
+    """Whether a request before this one is about to compute the block that it lacks next.
+
+    Then it waits and reads the block, and its rows where it needs them, instead of computing the
+    same once more beside the other.
+    """
+    request, end = live.request, (num_cached + 1) * live.block_size
+    skips = request.sampling_params.skips_reading_prefix_cache
+    if skips or not worker.pool.is_caching or end > request.num_prompt_tokens:
+        return False
+    needs_rows = read_limits(live).shared < end
+    if needs_rows and not (config.row_cache_bytes and request.num_rows_missing):
+        return False
+    return any(
+        (other.request.num_computed_tokens if needs_rows else other.num_kv_tokens) < end
+        and end <= other.request.num_prompt_tokens
+        and other.rank < live.rank
+        and other.status in (RequestStatus.LOADING, RequestStatus.RUNNING)
+        and (not needs_rows or _brings_rows(other.request, request, end - live.block_size))
+        and other.block_hashes(num_cached + 1)[num_cached] == live.block_hashes(num_cached + 1)[-1]
+        for other in worker.residents.values()
+    )
+
+
+def _brings_rows(other: Request, request: Request, first_index: int) -> bool:
+    """Whether `other` computes rows from `first_index` on, of the kind that `request` asks for."""
+    rows, wanted = other.prompt_logprobs, request.prompt_logprobs
+    return (
+        rows is not None
+        and wanted is not None
+        and rows.num_logprobs == wanted.num_logprobs
+        and other.sampling_params.prompt_logprob_token_ids
+        == request.sampling_params.prompt_logprob_token_ids
+        and other.first_row_index <= max(first_index, 1)
+    )
+
+
 def num_blocks_to_take(live: LiveRequest, worker: WorkerView, cached: Sequence[int]) -> int:
     """Free blocks that admission uses up: new ones, and cached ones that nobody holds."""
     total = blocks_for(live.request.num_tokens, worker.pool.block_size)
@@ -421,15 +460,84 @@ def in_step_order(running: Sequence[LiveRequest]) -> list[LiveRequest]:
 # ----------------------------------------------------------------------------- progress
 
 
+def may_be_planned(live: LiveRequest, worker: WorkerView) -> bool:
+    """Whether the next chunk of a running request may be sent to its worker now.
+
+    It may continue chunks under way whose success is to be expected, and where more is to be done
+    than to find out how they end. A request that comes back to a worker waits until the worker
+    has heard that it had left.
+    """
+    request = live.request
+    if not live.is_known_to_worker and any(live.id in s.told_released_ids for s in worker.steps):
+        return False
+    if not live.in_flight:
+        return True
+    if live.is_evict_wanted or live.batch_limit is not None or live.in_flight[-1].is_void:
+        return False
+    is_at_end = live.num_planned_outputs >= request.max_tokens
+    return live.planned_position < request.num_prompt_tokens or not is_at_end
+
+
+def is_worth_sending(
+    running: Sequence[LiveRequest], worker: WorkerView, config: SchedulerConfig
+) -> bool:
+    """Whether a step of these requests should be sent, ahead of the answer to those under way.
+
+    Whoever is in one step goes on in the next. Newcomers alone fill a good part of a step of their
+    own, or wait: else two groups would take turns with half the batch each.
+    """
+    if not any(step.flights for step in worker.steps) or any(r.in_flight for r in running):
+        return True
+    return 2 * sum(r.num_unplanned_tokens for r in running) >= config.max_num_batched_tokens
+
+
 def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> int:
     """Position before which the request's next chunk ends, within the budgets of the step."""
-    request = live.request
-    end = min(live.next_position + token_budget, request.num_tokens)
+    request, start = live.request, live.planned_position
+    end = start + min(token_budget, live.num_unplanned_tokens)
     k = request.sampling_params.num_prompt_logprobs
     if k is None or not request.num_rows_missing:
         return end
     max_rows = max(1, config.max_rows_bytes_per_step // row_bytes(k, config))
-    return min(end, request.row_position(live.next_position) + max_rows)
+    return min(end, request.row_position(start) + max_rows)
+
+
+_MAX_DECODE_AHEAD_S = 0.1
+"""Decodes that may be under way on a worker, in seconds: a newcomer waits for them."""
+
+
+def num_more_tokens(
+    num_waiting: int, running: Sequence[LiveRequest], worker: WorkerView, config: SchedulerConfig
+) -> int:
+    """Return how many tokens a step of decodes should bring per request beyond the first.
+
+    None where anybody waits for a place or a prompt is to be computed, since these would wait for
+    them; nor where a request is to leave or under suspicion, or blocks are scarce.
+    """
+    if config.max_decode_steps <= 1 or num_waiting or worker.decode_s is None or worker.incoming:
+        return 0
+    if worker.is_draining or len(running) > config.max_num_batched_tokens:
+        return 0
+    if not all(r.is_decoding for r in running) or any(
+        r.status is not RequestStatus.RUNNING
+        or r.is_evict_wanted
+        or r.migration is not None
+        or r.batch_limit is not None
+        for r in worker.active()
+    ):
+        return 0
+    allowed_s = _MAX_DECODE_AHEAD_S / config.max_steps_in_flight
+    num_steps = min(config.max_decode_steps, int(allowed_s / max(worker.decode_s, 1e-9)))
+    num_blocks = len(running) * (1 + blocks_for(num_steps, config.block_size))
+    return num_steps - 1 if num_steps > 1 and num_blocks <= worker.pool.num_free else 0
+
+
+def decode_s(step: Step, compute_s: float) -> float | None:
+    """Return the seconds per token that a step of decodes took; None where it held others too."""
+    chunks = [flight.chunk for flight in step.flights]
+    if not chunks or any(len(c.token_ids) > 1 or not c.sample for c in chunks):
+        return None
+    return compute_s / (1 + max(c.max_more_tokens for c in chunks))
 
 
 def end_of(request: Request) -> tuple[FinishReason, int | None] | None:

@@ -123,7 +123,7 @@ def evict(core: Core, live: LiveRequest, why: str, *, at_once: bool = False) -> 
         return
     core.touch(worker)
     abandon_migration(core, live)
-    is_busy = live.in_flight is not None or live.status is RequestStatus.LOADING
+    is_busy = bool(live.in_flight) or live.status is RequestStatus.LOADING
     if is_busy or not (live.has_progressed_here or at_once):
         live.is_evict_wanted = True
         return
@@ -221,12 +221,11 @@ def leave_worker(core: Core, live: LiveRequest) -> None:
     core.touch(worker)
     abandon_migration(core, live)
     op = core.ops.get(live.op_id) if live.op_id is not None else None
-    flight = next((f for f in worker.in_flight if f.live is live), None)
     if op is not None:
         op.live = None
         op.held_block_ids += live.block_ids
-    elif live.in_flight is not None and flight is not None:
-        flight.orphaned_block_ids += live.block_ids
+    elif live.in_flight:
+        live.in_flight[-1].orphaned_block_ids += live.block_ids
     else:
         worker.pool.free(live.block_ids)
     if live.is_known_to_worker:
@@ -266,7 +265,7 @@ def forget_place(live: LiveRequest) -> None:
     live.num_registered_blocks = 0
     live.num_sent_blocks = 0
     live.is_known_to_worker = False
-    live.in_flight = None
+    live.in_flight = []
     live.op_id = None
     live.has_progressed_here = False
     live.num_failed_copies = 0

@@ -26,6 +26,7 @@ from scheduler.errors import (
     EngineUnavailable,
     HaversackError,
     InvalidConfig,
+    InvariantViolation,
     Overloaded,
     UnknownRequest,
     UnknownWorker,
@@ -70,7 +71,7 @@ from scheduler.residency import (
     load,
     requeue,
 )
-from scheduler.stepping import fail_batch, start_step, suspect_batch, take_batch
+from scheduler.stepping import fail_batch, start_steps, suspect_batch, take_batch
 from scheduler.submissions import content_hash, submission_of
 
 
@@ -97,8 +98,7 @@ class SchedulerState:
         admit(core)
         while workers := core.take_to_step():
             for worker in workers:
-                if worker.is_idle:
-                    start_step(core, worker)
+                start_steps(core, worker)
         actions, core.actions = core.actions, []
         return actions
 
@@ -391,8 +391,10 @@ class SchedulerState:
 
     def _end_batch(self, worker_id: str, step_id: int, event: BatchDone | BatchFailed) -> None:
         worker = self._core.workers.get(worker_id)
-        if worker is None or worker.step_id != step_id:
+        if worker is None or all(step.step_id != step_id for step in worker.steps):
             return
+        if worker.steps[0].step_id != step_id:
+            raise InvariantViolation(f"{worker_id}: step {step_id} was answered before its turn")
         if isinstance(event, BatchDone):
             take_batch(self._core, worker, event)
         else:

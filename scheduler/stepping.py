@@ -1,6 +1,18 @@
-"""Steps: which chunks a worker computes next, and what their results change."""
+"""Steps: which chunks a worker computes next, and what their results change.
+
+Rules:
+- A worker may be sent a step while it still computes the one before. The chunks of a step continue
+  where those under way will have brought their requests, so that who is in one is in the next too.
+- Nothing else depends on what is under way: KV counts, is registered, saved and copied to other
+  workers only once it was answered.
+- What continues a chunk that failed is void: whatever comes of it is dropped. So is what was
+  computed past a request's end.
+- A request under suspicion, or one that is to leave, is never sent ahead.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from scheduler import policy
 from scheduler.actions import RecordProgress, RunBatch
@@ -9,7 +21,7 @@ from scheduler.core import Core
 from scheduler.ending import finish
 from scheduler.errors import InvariantViolation, RequestFailed, from_wire
 from scheduler.events import BatchDone, BatchFailed
-from scheduler.live import InFlight, LiveRequest, WorkerView
+from scheduler.live import InFlight, LiveRequest, Step, WorkerView
 from scheduler.messages import Chunk, ChunkResult, SchedulerOutput
 from scheduler.migration import advance_migration
 from scheduler.request import FinishReason, RequestStatus
@@ -21,15 +33,27 @@ _MAX_LONE_DEATHS = 5
 """Workers in a row that may die of one request alone before it is given up."""
 
 
-def start_step(core: Core, worker: WorkerView) -> None:
-    """Start the next step of an idle worker if there is anything to compute or to tell it.
+def start_steps(core: Core, worker: WorkerView) -> None:
+    """Send a worker as many steps as it may have under way, while there is anything to send."""
+    while len(worker.steps) < core.config.max_steps_in_flight and _start_step(core, worker):
+        pass
+
+
+def _start_step(core: Core, worker: WorkerView) -> bool:
+    """Send a worker its next step if there is anything to compute or to tell it.
 
     Those that have to leave go first, so that they do; then decodes, then prefill chunks, each in
     order of service, within the token budget. Requests whose last batch failed as a whole are
     tried out before all others and away from them.
     """
     running = [r for r in worker.active() if r.status is RequestStatus.RUNNING and not is_moving(r)]
-    running = policy.choose_suspects(running) or running
+    suspects = policy.choose_suspects(running)
+    if suspects and worker.steps:
+        return False
+    running = [r for r in suspects or running if policy.may_be_planned(r, worker)]
+    if not policy.is_worth_sending(running, worker, core.config):
+        return False
+    num_more = policy.num_more_tokens(core.num_waiting, running, worker, core.config)
     budget = core.config.max_num_batched_tokens
     flights: list[InFlight] = []
     for live in policy.in_step_order(running):
@@ -40,25 +64,40 @@ def start_step(core: Core, worker: WorkerView) -> None:
         end = policy.chunk_end(live, budget, core.config)
         if not _has_blocks(core, live, end):
             continue
-        budget -= end - live.next_position
-        chunk = make_chunk(live, end)
-        live.in_flight = chunk
-        live.is_known_to_worker = True
-        live.num_sent_blocks = len(live.block_ids)
-        flights.append(InFlight(live, chunk))
-    if not flights and (worker.has_refused_releases or not worker.released_request_ids):
-        return
-    worker.step_id = core.next_step_id
-    worker.in_flight = flights
+        budget -= end - live.planned_position
+        num_left = max(live.request.max_tokens - live.num_planned_outputs - 1, 0)
+        flights.append(_begin_flight(live, end, min(num_more, num_left)))
+    has_releases = worker.released_request_ids and not worker.has_refused_releases
+    if not flights and (worker.steps or not has_releases):
+        return False
+    _send_step(core, worker, flights)
+    return True
+
+
+def _begin_flight(live: LiveRequest, end: int, num_more: int) -> InFlight:
+    """Note a chunk as sent, and `num_more` tokens after it, for which blocks are free."""
+    missing = policy.blocks_for(end + num_more, live.block_size) - len(live.block_ids)
+    if missing > 0 and live.worker is not None:
+        live.block_ids += live.worker.pool.allocate(missing)
+    flight = InFlight(live, make_chunk(live, end, num_more))
+    live.in_flight.append(flight)
+    live.is_known_to_worker = True
+    live.num_sent_blocks = len(live.block_ids)
+    return flight
+
+
+def _send_step(core: Core, worker: WorkerView, flights: list[InFlight]) -> None:
+    step = Step(core.next_step_id, flights, worker.released_request_ids)
+    worker.released_request_ids = []
+    worker.steps.append(step)
     core.next_step_id += 1
     core.stats.num_steps += 1
     core.stats.num_chunks += len(flights)
     output = SchedulerOutput(
-        step_id=worker.step_id,
+        step_id=step.step_id,
         chunks=[flight.chunk for flight in flights],
-        released_request_ids=worker.released_request_ids,
+        released_request_ids=step.told_released_ids,
     )
-    worker.told_released_ids, worker.released_request_ids = worker.released_request_ids, []
     core.actions.append(RunBatch(worker_id=worker.id, output=output))
 
 
@@ -90,8 +129,14 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     core.stats.compute_s += event.output.compute_s
     worker.has_refused_releases = False
     results = {result.request_id: result for result in event.output.results}
-    for flight in _end_step(core, worker):
+    step = worker.steps.popleft()
+    decode_s = policy.decode_s(step, event.output.compute_s)
+    worker.decode_s = worker.decode_s if decode_s is None else decode_s
+    for flight in _end_step(core, worker, step):
         live = flight.live
+        if flight.is_void:
+            _heed_wishes(core, live)
+            continue
         result = results.get(live.id)
         if result is None:
             lost = RequestFailed("the worker's answer holds nothing for this request")
@@ -105,16 +150,21 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
     Those that left in the middle of the step were in it all the same. A step that held no request
     is not tried again by itself, or a worker of which every step fails would never be idle again.
     """
-    num_flights = len(worker.in_flight)
+    step = worker.steps.popleft()
+    num_flights = len(step.flights)
     worker.has_refused_releases = num_flights == 0
-    flights = _end_step(core, worker)
-    worker.released_request_ids += worker.told_released_ids
-    for flight in flights:
+    worker.released_request_ids += step.told_released_ids
+    for flight in _end_step(core, worker, step):
         live = flight.live
+        if flight.is_void:
+            _heed_wishes(core, live)
+            continue
         # What the worker made of the message is unknown: it is told everything anew.
         worker.released_request_ids.append(live.id)
         live.is_known_to_worker = False
         live.num_sent_blocks = 0
+        for later in live.in_flight:
+            later.is_void = True
         if num_flights == 1:
             finish(core, live, FinishReason.ERROR, error=from_wire(event.error))
         else:
@@ -127,13 +177,15 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
     """Deal with a worker that died in the middle of a step: any one of its requests may be why.
 
     Workers die of other things too. Only a request that several workers in a row have died of, when
-    they computed nothing else, is at fault.
+    they computed nothing else, is at fault. Which of the steps under way it was is not known.
     """
-    num_flights = len(worker.in_flight)
-    for flight in _end_step(core, worker):
-        live = flight.live
-        if num_flights > 1:
-            live.batch_limit = num_flights // 2
+    suspects = {flight.live: None for step in worker.steps for flight in step.flights}
+    staying = {live: None for live in suspects if live.in_flight}
+    while worker.steps:
+        _end_step(core, worker, worker.steps.popleft())
+    for live in staying:
+        if len(suspects) > 1:
+            live.batch_limit = len(suspects) // 2
             continue
         live.batch_limit = 1
         live.num_lone_deaths += 1
@@ -145,37 +197,64 @@ def suspect_batch(core: Core, worker: WorkerView, reason: str) -> None:
             finish(core, live, FinishReason.ERROR, error=error)
 
 
-def _end_step(core: Core, worker: WorkerView) -> list[InFlight]:
-    """Make the worker idle; return the flights whose requests are still there."""
+def _end_step(core: Core, worker: WorkerView, step: Step) -> list[InFlight]:
+    """Take a step's flights off the books; return those whose requests are still there."""
     core.touch(worker)
-    flights, worker.in_flight, worker.step_id = worker.in_flight, [], None
     staying = []
-    for flight in flights:
+    for flight in step.flights:
         worker.pool.free(flight.orphaned_block_ids)
-        if flight.live.in_flight is flight.chunk:
-            flight.live.in_flight = None
+        if flight in flight.live.in_flight:
+            flight.live.in_flight.remove(flight)
             staying.append(flight)
     return staying
 
 
 def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResult) -> None:
-    request = live.request
-    start, end = chunk.start, chunk.start + len(chunk.token_ids)
-    num_computed = request.num_computed_tokens
-    core.stats.num_computed_tokens += end - start
     if result.error is not None:
+        core.stats.num_computed_tokens += len(chunk.token_ids)
         finish(core, live, FinishReason.ERROR, error=from_wire(result.error))
         return
+    num_again = _num_rows_again(chunk, live.request.num_computed_tokens)
+    core.stats.num_recomputed_rows += num_again
+    core.stats.num_prompt_rows += len(chunk.row_target_ids)
+    start, end = chunk.start, chunk.start + len(chunk.token_ids)
+    last = end + chunk.max_more_tokens
+    for piece in _pieces(result):
+        if not _take_piece(core, live, start, end, piece):
+            return
+        start, end = end, end + 1
+    if start != last:
+        error = RequestFailed(f"the worker computed up to {start}, where {last} was asked for")
+        finish(core, live, FinishReason.ERROR, error=error)
+        return
+    core.emit(live)
+    _heed_wishes(core, live)
+
+
+def _pieces(result: ChunkResult) -> Iterator[ChunkResult]:
+    """Split what a chunk brought into results with one sampled token at most."""
+    if result.more_token_ids is None:
+        yield result
+        return
+    all_rows = result.sampled_logprobs
+    for i, token in enumerate([result.sampled_token_id, *result.more_token_ids.tolist()]):
+        own = all_rows[i : i + 1] if all_rows is not None else None
+        yield ChunkResult(result.request_id, None if i else result.rows, token, own)
+
+
+def _take_piece(core: Core, live: LiveRequest, start: int, end: int, result: ChunkResult) -> bool:
+    """Hand a request the results of positions [start, end); return whether it goes on."""
+    request = live.request
+    num_computed = request.num_computed_tokens
+    core.stats.num_computed_tokens += end - start
     try:
         request.advance(end, result.rows, result.sampled_token_id, result.sampled_logprobs)
     except InvariantViolation as error:
         finish(core, live, FinishReason.ERROR, error=RequestFailed(error.message))
-        return
-    core.stats.num_recomputed_rows += _num_rows_again(chunk, num_computed)
+        return False
     again = max(min(end, num_computed) - start, 0)
     request.stats.num_recomputed_tokens += again
     core.stats.num_recomputed_tokens += again
-    core.stats.num_prompt_rows += len(chunk.row_target_ids)
     core.stats.num_generated_tokens += result.sampled_token_id is not None
     if core.config.enable_journal and end > num_computed:
         core.actions.append(
@@ -198,8 +277,11 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     ended = policy.end_of(request)
     if ended is not None:
         finish(core, live, ended[0], stop_reason=ended[1])
-        return
-    core.emit(live)
+    return ended is None
+
+
+def _heed_wishes(core: Core, live: LiveRequest) -> None:
+    """Let a request leave, or be saved, that is to, now that less of it is under way."""
     if live.is_evict_wanted:
         evict(core, live, "wanted before")
     if live.status is RequestStatus.RUNNING:

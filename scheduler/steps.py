@@ -1,4 +1,8 @@
-"""Writes step messages: what a worker has to be told so that it can compute a chunk."""
+"""Writes step messages: what a worker has to be told so that it can compute a chunk.
+
+A chunk goes on from where those under way will have brought the request. The token that one of
+them samples is not known yet: `LAST_SAMPLED` stands for it.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,29 @@ import numpy as np
 
 from scheduler.codec import id_array, int_array
 from scheduler.live import LiveRequest
-from scheduler.messages import Chunk, NewRequest
+from scheduler.messages import LAST_SAMPLED, Chunk, NewRequest
 from scheduler.policy import stop_ids
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
+_LAST_SAMPLED = id_array([LAST_SAMPLED])
 
 
-def make_chunk(live: LiveRequest, end: int) -> Chunk:
+def make_chunk(live: LiveRequest, end: int, max_more_tokens: int = 0) -> Chunk:
     """Return the message for the request's next chunk, up to `end`."""
     request = live.request
-    start = live.next_position
+    start, num_outputs = live.planned_position, live.num_planned_outputs
+    is_known = start < request.num_tokens
     return Chunk(
         request_id=request.request_id,
         start=start,
-        token_ids=int_array(request.token_ids(start, end)),
+        token_ids=int_array(request.token_ids(start, end)) if is_known else _LAST_SAMPLED,
         new_block_ids=id_array(live.block_ids[live.num_sent_blocks :]),
         row_target_ids=int_array(request.row_target_ids(start, end)),
         first_row_position=request.row_position(start),
-        sample=end == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
+        sample=end == request.num_prompt_tokens + num_outputs and num_outputs < request.max_tokens,
         new=None if live.is_known_to_worker else _new_request(live),
-        first_new_position=live.num_kv_tokens,
+        first_new_position=max(live.num_kv_tokens, start),
+        max_more_tokens=max_more_tokens,
     )
 
 
@@ -38,7 +45,7 @@ def _new_request(live: LiveRequest) -> NewRequest:
         seed=request.seed,
         num_prompt_tokens=request.num_prompt_tokens,
         num_prompt_logprobs=params.num_prompt_logprobs,
-        banned_until_min_tokens=stop_ids(request) if params.min_tokens else (),
+        stop_ids=stop_ids(request),
         num_output_tokens=len(request.output_token_ids),
         history=int_array(history),
     )

@@ -6,8 +6,9 @@ Rules:
 - What a lost worker still says is not listened to.
 - Blocks are not reported free while somebody may still write into them. A copy or load that came
   to less than it should is reported after a fence, behind which no earlier write can happen.
-- A step takes as long as it has tokens, so its deadline grows with them. A ping is answered in the
-  middle of a step, so its deadline does not.
+- A step is sent at once, also while others are under way, and answered in its turn.
+- A step takes as long as it has tokens, so its deadline grows with them, and begins when the one
+  before it is answered. A ping is answered in the middle of a step, so its deadline does neither.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from scheduler.events import (
     CopyDone,
     WorkerLost,
 )
-from scheduler.lifetime import Lifetime
+from scheduler.lifetime import Lifetime, first_of
 from scheduler.messages import ModelRunnerOutput, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Member:
     ended: asyncio.Future[None]
     """Done once it is lost or was stopped."""
     is_pinged: bool = False
+    last_step: asyncio.Future[None] | None = None
+    """Done once the step that was sent last has been answered."""
 
     @property
     def id(self) -> str:
@@ -137,7 +140,9 @@ class WorkerCalls:
         """Have a step run; a worker that has ended has no answer, the core knows or will."""
         member = self._members.get(action.worker_id)
         if member is not None:
-            self._spawn(self._run_batch(action, member))
+            before, after = member.last_step, asyncio.get_running_loop().create_future()
+            member.last_step = after
+            self._spawn(self._run_batch(action, member, before, after))
 
     def copy_blocks(self, action: CopyBlocks) -> None:
         """Have blocks copied from one worker to another."""
@@ -180,19 +185,39 @@ class WorkerCalls:
 
     # ----------------------------------------------------------------------- how it is answered
 
-    async def _run_batch(self, action: RunBatch, member: Member) -> None:
-        step_id = action.output.step_id
-        num_tokens = sum(len(chunk.token_ids) for chunk in action.output.chunks)
-        timeout_s = self._timeouts.for_step(num_tokens)
-        event: AnyEvent
+    async def _run_batch(
+        self,
+        action: RunBatch,
+        member: Member,
+        before: asyncio.Future[None] | None,
+        after: asyncio.Future[None],
+    ) -> None:
+        """Send a step, and report its outcome once `before` is done; then `after` is."""
+        step = asyncio.ensure_future(member.worker.execute(encode(action.output)))
         try:
-            step = member.worker.execute(encode(action.output))
+            if before is not None:
+                await first_of(before, member.ended)
+            event = await self._outcome(action, member, step)
+        finally:
+            step.cancel()
+        if event is not None and not member.ended.done():
+            self._post(event)
+        after.set_result(None)
+
+    async def _outcome(
+        self, action: RunBatch, member: Member, step: asyncio.Future[bytes]
+    ) -> AnyEvent | None:
+        """Return how a step ended; None where its worker is lost."""
+        step_id = action.output.step_id
+        num_tokens = sum(len(c.token_ids) + c.max_more_tokens for c in action.output.chunks)
+        timeout_s = self._timeouts.for_step(num_tokens)
+        try:
             who = f"{member.name}, given a step of {num_tokens} tokens,"
             answer = await within(timeout_s, step, who, member.ended)
-            event = BatchDone(member.id, decode(answer, ModelRunnerOutput))
+            return BatchDone(member.id, decode(answer, ModelRunnerOutput))
         except ActorLost as error:
             self._lose(member, str(error))
-            return
+            return None
         except (CallFailed, msgspec.MsgspecError) as error:
             logger.warning("step %d of %s failed: %s", step_id, member.name, error)
             failure: HaversackError = (
@@ -200,9 +225,7 @@ class WorkerCalls:
                 if isinstance(error, CallFailed)
                 else RequestFailed(f"{member.name} gave an answer that can't be read: {error}")
             )
-            event = BatchFailed(member.id, step_id, failure.to_wire())
-        if not member.ended.done():
-            self._post(event)
+            return BatchFailed(member.id, step_id, failure.to_wire())
 
     async def _copy_blocks(self, action: CopyBlocks, source: Member, target: Member) -> None:
         num_copied = 0

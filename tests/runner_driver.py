@@ -84,7 +84,7 @@ class RunnerDriver:
             seed=request.seed,
             num_prompt_tokens=request.num_prompt_tokens,
             num_prompt_logprobs=params.num_prompt_logprobs,
-            banned_until_min_tokens=(
+            stop_ids=(
                 *(() if params.ignore_eos else request.eos_token_ids),
                 *params.stop_token_ids,
             ),

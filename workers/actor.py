@@ -10,6 +10,7 @@ Rules:
 - Steps, reads and writes each go in their order of arrival, in a thread of their own. The scheduler
   has only blocks read whose steps were answered, and only blocks written that no step uses; on CUDA
   all three threads work on the device's default stream, which keeps this order.
+- A step may continue the one sent before it, so one that comes after a later one is refused.
 - So an empty write is a fence: when it returns, every write that had arrived before it has ended.
 - `ping` has a thread of its own too, and answers in the middle of everything else.
 - KV data never waits in this process: a read returns a copy that belongs to the caller, and a write
@@ -29,7 +30,7 @@ import numpy as np
 import ray
 
 from scheduler.codec import decode, encode
-from scheduler.errors import InvalidConfig, StaleEpoch
+from scheduler.errors import InvalidConfig, InvariantViolation, StaleEpoch
 from scheduler.messages import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class WorkerActor:
         self._loaded: ModelRunner | None = None
         self._epoch: int | None = None
         """Changes only with both locks held, and in the thread that runs steps."""
+        self._last_step_id = -1
+        """Of this epoch; the thread that runs steps uses it."""
         self._reading = threading.Lock()
         """Held while KV is copied out."""
         self._writing = threading.Lock()
@@ -108,6 +111,7 @@ class WorkerActor:
             if self._epoch is not None and epoch < self._epoch:
                 raise self._stale(epoch)
             self._epoch = epoch
+            self._last_step_id = -1
             runner.forget_all()
         node_id = ray.get_runtime_context().get_node_id()
         return encode(runner.info(self._worker_id, node_id))
@@ -117,9 +121,17 @@ class WorkerActor:
 
         Raises:
             StaleEpoch: the worker serves another epoch.
+            InvariantViolation: a step that was sent later has been run.
         """
         self._check(epoch)
-        return encode(self._runner().execute(decode(data, SchedulerOutput)))
+        step = decode(data, SchedulerOutput)
+        if step.step_id < self._last_step_id:
+            raise InvariantViolation(
+                f"worker {self._worker_id} was given step {step.step_id} after step "
+                f"{self._last_step_id}: steps have to come in the order of their numbers"
+            )
+        self._last_step_id = step.step_id
+        return encode(self._runner().execute(step))
 
     @ray.method(concurrency_group="read", num_returns=2)
     def read_blocks(self, epoch: int, block_ids: list[int]) -> tuple[ByteArray, int]:

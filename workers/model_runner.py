@@ -6,6 +6,8 @@ not send again. Rules:
 - Released requests are forgotten before any chunk is looked at.
 - All chunks of a step are one flattened batch; the output layer runs only on rows that need it.
 - A chunk that can't be computed, or that meets NaN, fails alone: the others' bits are the same.
+- A request that failed is forgotten, so that what was sent for it meanwhile fails too. What was
+  sent for one that has ended meanwhile is not computed.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from scheduler.codec import IntArray
+from scheduler.codec import IntArray, int_array
 from scheduler.errors import HaversackError, InvalidRequest, NumericalError
 from scheduler.logprobs import Logprobs
 from scheduler.messages import (
+    LAST_SAMPLED,
     Chunk,
     ChunkResult,
     ModelRunnerOutput,
@@ -56,6 +59,10 @@ class _Tracked:
         self.new = new
         self.block_table: IntArray = np.empty(0, np.int32)
         self.num_output_tokens = new.num_output_tokens
+        self.last_token: int | None = None
+        """Sampled here last."""
+        self.has_ended = False
+        """Whether that token ends the request."""
         self.counts = (
             TokenCounts(new.history, new.num_prompt_tokens)
             if new.sampling_params.needs_token_history
@@ -68,13 +75,20 @@ class _Tracked:
             self.new.sampling_params,
             self.new.seed,
             self.num_output_tokens,
-            self.new.banned_until_min_tokens,
+            self.new.stop_ids,
             self.counts,
         )
+
+    def last(self) -> IntArray:
+        """Return the token that was sampled here last, [1]."""
+        return int_array([self.last_token])
 
     def take(self, token: int) -> None:
         """Note a token that was sampled here."""
         self.num_output_tokens += 1
+        self.last_token = token
+        has_min = self.num_output_tokens >= self.new.sampling_params.min_tokens
+        self.has_ended = has_min and token in self.new.stop_ids
         if self.counts is not None:
             self.counts.append([token])
 
@@ -86,21 +100,44 @@ class _Work:
     chunk: Chunk
     tracked: _Tracked
     span: Span
+    token_ids: IntArray
     error: HaversackError | None = None
     parts: list[Logprobs] = field(default_factory=list)
     sampled_token_id: int | None = None
     sampled_logprobs: Logprobs | None = None
 
+    more: list[_Work] = field(default_factory=list)
+    """The decodes that followed, one after the other."""
+
     def result(self) -> ChunkResult:
-        """Return what the chunk brought."""
-        if self.error is not None:
-            return ChunkResult(self.chunk.request_id, error=self.error.to_wire())
+        """Return what the chunk brought, with all that followed."""
+        request_id = self.chunk.request_id
+        works = [self, *self.more]
+        if (error := works[-1].error) is not None:
+            return ChunkResult(request_id, error=error.to_wire())
+        rows = [work.sampled_logprobs for work in works if work.sampled_logprobs is not None]
+        more = [work.sampled_token_id for work in self.more]
         return ChunkResult(
-            self.chunk.request_id,
+            request_id,
             rows=Logprobs.concat(self.parts) if self.parts else None,
             sampled_token_id=self.sampled_token_id,
-            sampled_logprobs=self.sampled_logprobs,
+            sampled_logprobs=Logprobs.concat(rows) if rows else None,
+            more_token_ids=int_array(more) if self.chunk.max_more_tokens else None,
         )
+
+    def next(self, first_row: int) -> _Work | None:
+        """Return the decode that follows as row `first_row` of a batch; None where none does."""
+        last = self.more[-1] if self.more else self
+        if (
+            len(self.more) == self.chunk.max_more_tokens
+            or last.error is not None
+            or self.tracked.has_ended
+        ):
+            return None
+        span = Span(first_row, last.span.end, 1, last.span.block_table)
+        work = _Work(_decode_of(self.chunk, span.start), self.tracked, span, self.tracked.last())
+        self.more.append(work)
+        return work
 
 
 @dataclass(frozen=True)
@@ -141,6 +178,11 @@ class ModelRunner:
         """Requests that something is kept of."""
         return len(self._tracked)
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Keep nothing of some requests, known or not."""
+        for request_id in request_ids:
+            self._tracked.pop(request_id, None)
+
     def forget_all(self) -> None:
         """Keep nothing of any request: each is as unknown as before its first chunk."""
         self._tracked.clear()
@@ -177,12 +219,24 @@ class ModelRunner:
         the whole step failed.
         """
         started = time.perf_counter()
-        for request_id in step.released_request_ids:
-            self._tracked.pop(request_id, None)
+        self.forget(step.released_request_ids)
+        try:
+            results = self._results(step.chunks)
+        except BaseException:
+            self.forget(chunk.request_id for chunk in step.chunks)
+            raise
+        self.forget(result.request_id for result in results if result.error is not None)
+        return ModelRunnerOutput(step.step_id, results, time.perf_counter() - started)
+
+    def _results(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         works: list[_Work] = []
         outcomes: list[_Work | ChunkResult] = []
         first_row = 0
-        for chunk in step.chunks:
+        for chunk in chunks:
+            known = self._tracked.get(chunk.request_id)
+            if known is not None and known.has_ended and chunk.new is None:
+                outcomes.append(ChunkResult(chunk.request_id))
+                continue
             try:
                 work = self._admit(chunk, first_row, taken={w.chunk.request_id for w in works})
             except HaversackError as error:
@@ -193,8 +247,9 @@ class ModelRunner:
             first_row += work.span.num_tokens
         if works:
             self._compute(works)
-        results = [item.result() if isinstance(item, _Work) else item for item in outcomes]
-        return ModelRunnerOutput(step.step_id, results, time.perf_counter() - started)
+        while followers := _followers(works):
+            self._compute(followers)
+        return [item.result() if isinstance(item, _Work) else item for item in outcomes]
 
     def _admit(self, chunk: Chunk, first_row: int, taken: set[str]) -> _Work:
         """Take in what is new of a request, and check that its chunk can be computed."""
@@ -202,18 +257,23 @@ class ModelRunner:
         if tracked is None:
             raise InvalidRequest(f"request {chunk.request_id!r} is not known to this worker")
         table = np.concatenate([tracked.block_table, chunk.new_block_ids])
-        span = Span(first_row, chunk.start, len(chunk.token_ids), table, chunk.first_new_position)
+        token_ids = chunk.token_ids
+        if tracked.last_token is not None and token_ids.tolist() == [LAST_SAMPLED]:
+            token_ids = tracked.last()
+        span = Span(first_row, chunk.start, len(token_ids), table, chunk.first_new_position)
+        end = span.end + chunk.max_more_tokens
         vocab, cache = self._model.vocab_size, self._cache
         rows = range(chunk.first_row_position, chunk.first_row_position + len(chunk.row_target_ids))
         checks = {
             "one chunk of a request at a time": chunk.request_id not in taken,
             "at least one token": span.num_tokens > 0,
             f"positions in 0..{self._model.max_model_len - 1}": chunk.start >= 0
-            and span.end <= self._model.max_model_len,
-            f"token ids in 0..{vocab - 1}": _within(chunk.token_ids, vocab)
+            and end <= self._model.max_model_len,
+            f"token ids in 0..{vocab - 1}": _within(token_ids, vocab)
             and _within(chunk.row_target_ids, vocab),
             f"block ids in 0..{cache.num_blocks - 1}": _within(table, cache.num_blocks),
-            "blocks for every token": len(table) * cache.block_size >= span.end,
+            "blocks for every token": len(table) * cache.block_size >= end,
+            "a sampled token before further ones": chunk.sample or not chunk.max_more_tokens,
             "rows at positions of the chunk": not rows
             or (chunk.start <= rows.start and rows.stop <= span.end),
             "rows only where they are asked for": not rows
@@ -228,7 +288,7 @@ class ModelRunner:
             )
         tracked.block_table = table
         self._tracked[chunk.request_id] = tracked
-        return _Work(chunk, tracked, span)
+        return _Work(chunk, tracked, span, token_ids)
 
     def _compute(self, works: list[_Work]) -> None:
         """Run the model over all chunks and fill in what each brought."""
@@ -238,7 +298,7 @@ class ModelRunner:
         positions = np.zeros_like(token_ids)
         for work in works:
             rows = slice(work.span.first_row, work.span.first_row + work.span.num_tokens)
-            token_ids[rows] = work.chunk.token_ids
+            token_ids[rows] = work.token_ids
             positions[rows] = np.arange(work.span.start, work.span.end)
         batch = AttentionBatch([work.span for work in works], self._cache)
         with use_batch(batch):
@@ -362,6 +422,22 @@ class ModelRunner:
             found = select_rows(logprobs.index_select(0, index), targets, k).to_host()
             for i, (_, work, _) in enumerate(members):
                 work.sampled_logprobs = found[i : i + 1]
+
+
+def _decode_of(chunk: Chunk, start: int) -> Chunk:
+    """Return the chunk that asks for the token after the one at `start`."""
+    none = chunk.new_block_ids[:0]
+    return Chunk(chunk.request_id, start, none, none, none, start, sample=True)
+
+
+def _followers(works: Sequence[_Work]) -> list[_Work]:
+    """Return the next decode of each chunk that goes on by itself, as one batch."""
+    followers: list[_Work] = []
+    for work in works:
+        follower = work.next(len(followers))
+        if follower is not None:
+            followers.append(follower)
+    return followers
 
 
 def _columns(rows: _RowsDue) -> tuple[int, tuple[int, ...]]:

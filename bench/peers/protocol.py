@@ -8,10 +8,12 @@ the standard library alone.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Prompts = list[list[int]]
+_PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl: the signal that a process gets when its parent ends."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Outcome:
     """Of "serve": from a generating prompt's arrival to its first token."""
     result_bytes: int = 0
     """Size of the rows as the caller has them, where they are flat arrays."""
+    num_cached: int = 0
+    """Prompt tokens that caches supplied, where the engine says so."""
 
 
 class Peer(Protocol):
@@ -102,6 +108,8 @@ def run_peer(load: Callable[[dict[str, Any]], Peer]) -> None:
 
     Whatever else is printed in this process or its children goes to stderr.
     """
+    # Even a suspended peer ends with the benchmark, and what it has started is then hung up.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

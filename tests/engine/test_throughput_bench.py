@@ -19,6 +19,7 @@ from tests.tiny_models import VOCAB_SIZE
 
 ALONE = [
     "full",
+    "unique",
     "shared-tail",
     "shared-full",
     "rescore",
@@ -51,6 +52,10 @@ def test_it_measures_the_engine_and_writes_what_it_found(
     rates = {name: figures[name][ANSWERS if name == "choices" else RATE][OURS] for name in ALONE}
     assert all(rate > 0 for rate in rates.values())
     assert figures["mixed"][TTFT][OURS] > 0
+    cached = {each["workload"]: each["cached_share"] for each in report["workloads"]}
+    for name in ("full", "unique", "generate-3"):
+        assert cached[name] == 0.0, "nothing that was computed before, to warm up or for another"
+    assert cached["rescore"] > 0.5, "all whole blocks of it"
     rows_bytes = (QUICK.full_tokens - 1) * (VOCAB_SIZE + 1) * 12
     assert figures["full"][GROWTH][RESULT] == pytest.approx(rows_bytes / 2**20, rel=1e-3)
     peaks = report["workloads"][0]["peaks_mib"][OURS]

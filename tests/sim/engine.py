@@ -81,6 +81,8 @@ class Runner(Protocol):
 
     def write_blocks(self, block_ids: Sequence[int], data: np.ndarray) -> None: ...
 
+    def forget(self, request_ids: Iterable[str]) -> None: ...
+
     def forget_all(self) -> None: ...
 
 
@@ -178,6 +180,8 @@ class SimEngine:
         """Workers that were stopped after a drain."""
         self._validate = validate
         self._store_queues: dict[str, deque[AnyAction]] = {}
+        self.steps: dict[str, deque[RunBatch]] = {}
+        """Worker -> the steps that it was sent; it computes them in this order."""
         self._now_s = 0.0
         self._tickets = 0
 
@@ -223,8 +227,9 @@ class SimEngine:
         self.handle(WorkerNotComing(worker_id, "no node has room", time_s=self._now_s))
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies: its step never answers; the store finds out when it calls the worker."""
+        """A worker dies: its steps never answer; the store finds out when it calls the worker."""
         del self.runners[worker_id]
+        self.steps.pop(worker_id, None)
         self.pending = [
             a for a in self.pending if not (isinstance(a, RunBatch) and a.worker_id == worker_id)
         ]
@@ -279,6 +284,7 @@ class SimEngine:
         self.state = SchedulerState(self.config)
         self.pending.clear()
         self._store_queues.clear()
+        self.steps.clear()
         self._unwritten.clear()
         self._first_reads.clear()
         self.store.retain(self.journal)
@@ -380,6 +386,7 @@ class SimEngine:
         action = self.pending.pop(index)
         match action:
             case RunBatch():
+                self._next_step(action)
                 runner = self.runners[action.worker_id]
                 output = decode(encode(action.output), SchedulerOutput)
                 answer = decode(encode(runner.execute(output)), ModelRunnerOutput)
@@ -422,6 +429,10 @@ class SimEngine:
         action = self.pending.pop(index)
         match action:
             case RunBatch():
+                self._next_step(action)
+                # The worker may have begun: it knows the requests of the step no longer.
+                if (runner := self.runners.get(action.worker_id)) is not None:
+                    runner.forget([chunk.request_id for chunk in action.output.chunks])
                 error = RequestFailed("boom").to_wire()
                 self.handle(
                     BatchFailed(action.worker_id, action.output.step_id, error, time_s=self._now_s)
@@ -492,7 +503,12 @@ class SimEngine:
                 self.results.setdefault((delta.request_id, delta.index), Result()).take(delta)
             case Refuse(ticket=ticket, error=error):
                 self.refused[ticket] = from_wire(error)
-            case RunBatch() | CopyBlocks():
+            case RunBatch(worker_id=worker_id):
+                steps = self.steps.setdefault(worker_id, deque())
+                steps.append(action)
+                if len(steps) == 1:
+                    self.pending.append(action)
+            case CopyBlocks():
                 self.pending.append(action)
             case StopWorker(worker_id=worker_id):
                 del self.runners[worker_id]
@@ -503,6 +519,12 @@ class SimEngine:
                 queue.append(action)
                 if len(queue) == 1:
                     self.pending.append(action)
+
+    def _next_step(self, action: RunBatch) -> None:
+        steps = self.steps[action.worker_id]
+        steps.popleft()
+        if steps:
+            self.pending.append(steps[0])
 
     def _write(self, records: list[Record]) -> None:
         for record in records:

@@ -8,15 +8,17 @@ never written changes that sum and with it every later result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from scheduler.codec import IntArray, int_array
-from scheduler.errors import NumericalError
+from scheduler.errors import InvalidRequest, NumericalError
 from scheduler.logprobs import Logprobs
 from scheduler.messages import (
+    LAST_SAMPLED,
+    Chunk,
     ChunkResult,
     ModelRunnerOutput,
     NewRequest,
@@ -77,6 +79,8 @@ class _Tracked:
     new: NewRequest
     table: list[int]
     num_output_tokens: int
+    last_token: int | None = None
+    has_ended: bool = False
 
 
 @dataclass
@@ -124,26 +128,64 @@ class FakeRunner:
                 self.tracked[chunk.request_id] = _Tracked(
                     chunk.new, [], chunk.new.num_output_tokens
                 )
-            tracked = self.tracked[chunk.request_id]
-            tracked.table += chunk.new_block_ids.tolist()
-            results.append(self._compute(tracked, chunk))
+            result = self._run(chunk)
+            if result.error is not None:
+                self.forget([chunk.request_id])
+            results.append(result)
         return ModelRunnerOutput(output.step_id, results, 0.001)
 
-    def _compute(self, tracked: _Tracked, chunk) -> ChunkResult:
+    def _run(self, chunk) -> ChunkResult:
+        """Compute a chunk and the decodes that follow it."""
+        results = [self._compute(chunk)]
+        tracked = self.tracked.get(chunk.request_id)
+        none = int_array([])
+        while (
+            len(results) <= chunk.max_more_tokens
+            and results[-1].error is None
+            and not tracked.has_ended
+        ):
+            start = chunk.start + len(chunk.token_ids) + len(results) - 1
+            last = int_array([LAST_SAMPLED])
+            results.append(
+                self._compute(Chunk(chunk.request_id, start, last, none, none, start, True))
+            )
+        if len(results) == 1:
+            return results[0]
+        rows = [r.sampled_logprobs for r in results if r.sampled_logprobs is not None]
+        return ChunkResult(
+            chunk.request_id,
+            results[0].rows,
+            results[0].sampled_token_id,
+            Logprobs.concat(rows) if rows else None,
+            int_array([r.sampled_token_id for r in results[1:]]),
+        )
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.tracked.pop(request_id, None)
+
+    def _compute(self, chunk) -> ChunkResult:
+        tracked = self.tracked.get(chunk.request_id)
+        if tracked is None:
+            return ChunkResult(chunk.request_id, error=InvalidRequest("not known").to_wire())
+        tracked.table += chunk.new_block_ids.tolist()
+        tokens = chunk.token_ids.tolist()
+        if tokens == [LAST_SAMPLED]:
+            tokens = [tracked.last_token]
         end = chunk.start + len(chunk.token_ids)
         table = np.asarray(tracked.table)
         if end > len(table) * self.block_size:
             raise RuntimeError(f"{chunk.request_id}: {end} tokens in {len(table)} blocks")
         positions = np.arange(end)
         where = (table[positions // self.block_size], positions % self.block_size)
-        if POISON in chunk.token_ids:
+        if POISON in tokens:
             new = max(chunk.start, chunk.first_new_position)
             self.kv[where[0][new:], where[1][new:]] = 0
             return ChunkResult(chunk.request_id, error=NumericalError("NaN").to_wire())
         parent = (
             int(self.kv[where[0][chunk.start - 1], where[1][chunk.start - 1]]) if chunk.start else 0
         )
-        for i, token in enumerate(chunk.token_ids.tolist()):
+        for i, token in enumerate(tokens):
             parent = _mix(parent, token)
             if chunk.start + i < chunk.first_new_position:
                 found = int(self.kv[where[0][chunk.start + i], where[1][chunk.start + i]])
@@ -164,9 +206,12 @@ class FakeRunner:
         if chunk.sample:
             total = int(totals[end - 1])
             young = tracked.num_output_tokens < params.min_tokens
-            banned = tracked.new.banned_until_min_tokens if young else ()
+            banned = tracked.new.stop_ids if young else ()
             sampled = _sample(total, tracked.new.seed, end, banned)
             tracked.num_output_tokens += 1
+            tracked.last_token = sampled
+            is_old = tracked.num_output_tokens >= params.min_tokens
+            tracked.has_ended = is_old and sampled in tracked.new.stop_ids
             if params.logprobs is not None:
                 sampled_logprobs = _rows([total], [sampled], _width(params.logprobs))
         return ChunkResult(chunk.request_id, rows, sampled, sampled_logprobs)

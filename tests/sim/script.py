@@ -26,7 +26,14 @@ from scheduler.codec import int_array
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestFailed
 from scheduler.events import BatchDone, BatchFailed, RequestSubmitted, WorkerJoined
-from scheduler.messages import ChunkResult, ModelRunnerOutput, Submission, WorkerInfo
+from scheduler.messages import (
+    LAST_SAMPLED,
+    ChunkResult,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    Submission,
+    WorkerInfo,
+)
 from scheduler.request import RequestStatus
 from scheduler.sampling_params import SamplingParams
 from scheduler.state import SchedulerState
@@ -44,21 +51,35 @@ class Script:
         settings: dict[str, Any] = {
             "block_size": 4,
             "max_num_batched_tokens": 8,
+            "max_steps_in_flight": 1,
             "vocab_size": 100,
             "eos_token_ids": (EOS,),
             "save_finished": False,
         }
         self.state = SchedulerState(SchedulerConfig(**{**settings, **config}))
         self.actions: list[AnyAction] = []
+        self.steps: list[RunBatch] = []
+        """Those that have not been answered."""
         for index in range(num_workers):
             self.say(WorkerJoined(worker_info(f"w{index}", num_blocks)))
 
     def say(self, *events: Any) -> list[str]:
         """Give events to the core and return its actions in short words."""
+        for event in events:
+            if isinstance(event, BatchDone):
+                self._note_answer(event.worker_id, event.output.step_id)
+            elif isinstance(event, BatchFailed):
+                self._note_answer(event.worker_id, event.step_id)
         actions = self.state.handle(*events)
         self.state.validate()
         self.actions += actions
+        self.steps += [action for action in actions if isinstance(action, RunBatch)]
         return [words(action) for action in actions]
+
+    def _note_answer(self, worker_id: str, step_id: int) -> None:
+        self.steps = [
+            s for s in self.steps if (s.worker_id, s.output.step_id) != (worker_id, step_id)
+        ]
 
     def last(self, kind: type[Any]) -> Any:
         return next(action for action in reversed(self.actions) if isinstance(action, kind))
@@ -66,29 +87,44 @@ class Script:
     def submit(self, name: str, num_tokens: int = 5, **more: Any) -> list[str]:
         return self.say(submitted(name, num_tokens, **more))
 
-    def computed(self, worker_id: str = "w0", token: int = TOKEN) -> list[str]:
-        """The latest step of a worker is done."""
-        return self.say(self.batch_done(worker_id, token))
+    def computed(
+        self, worker_id: str = "w0", token: int = TOKEN, compute_s: float = 0.0
+    ) -> list[str]:
+        """The oldest step under way of a worker is done."""
+        return self.say(self.batch_done(worker_id, token, compute_s))
 
-    def batch_done(self, worker_id: str = "w0", token: int = TOKEN) -> BatchDone:
-        output = next(
-            a.output
-            for a in reversed(self.actions)
-            if isinstance(a, RunBatch) and a.worker_id == worker_id
-        )
+    def batch_done(
+        self, worker_id: str = "w0", token: int = TOKEN, compute_s: float = 0.0
+    ) -> BatchDone:
+        output = self._step(worker_id)
         results = [
             ChunkResult(
                 chunk.request_id,
                 rows=logprobs(len(chunk.row_target_ids), 1) if len(chunk.row_target_ids) else None,
                 sampled_token_id=token if chunk.sample else None,
+                sampled_logprobs=(
+                    logprobs(1 + chunk.max_more_tokens, 1)
+                    if chunk.sample and self._wants_logprobs(chunk.request_id)
+                    else None
+                ),
+                more_token_ids=(
+                    int_array([token] * chunk.max_more_tokens) if chunk.max_more_tokens else None
+                ),
             )
             for chunk in output.chunks
         ]
-        return BatchDone(worker_id, ModelRunnerOutput(output.step_id, results))
+        return BatchDone(worker_id, ModelRunnerOutput(output.step_id, results, compute_s))
 
     def batch_failed(self, worker_id: str = "w0") -> list[str]:
-        step_id = self.last(RunBatch).output.step_id
+        step_id = self._step(worker_id).step_id
         return self.say(BatchFailed(worker_id, step_id, RequestFailed("boom").to_wire()))
+
+    def _wants_logprobs(self, name: str) -> bool:
+        request = self.state.request(name)
+        return request is not None and request.output_logprobs is not None
+
+    def _step(self, worker_id: str) -> SchedulerOutput:
+        return next(step.output for step in self.steps if step.worker_id == worker_id)
 
     def status(self, name: str) -> RequestStatus:
         return self.state.request(name).status
@@ -123,9 +159,11 @@ def words(action: AnyAction) -> str:
         case RunBatch(worker_id=worker_id, output=output):
             chunks = [
                 f"{c.request_id}[{c.start}:{c.start + len(c.token_ids)}]"
+                + (" last" if c.token_ids.tolist() == [LAST_SAMPLED] else "")
                 + (f" rows={len(c.row_target_ids)}" if len(c.row_target_ids) else "")
                 + (f" keeps {c.first_new_position}" if c.first_new_position > c.start else "")
                 + (" sample" if c.sample else "")
+                + (f"+{c.max_more_tokens}" if c.max_more_tokens else "")
                 + (" new" if c.new else "")
                 for c in output.chunks
             ]

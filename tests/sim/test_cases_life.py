@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import msgspec
 import pytest
@@ -134,9 +135,8 @@ def containers_of(engine: SimEngine) -> dict[str, int]:
     sizes["core._waiting"] = max(len(core._waiting) - 64, 0)
     sizes["core._deadlines"] = max(len(core._deadlines) - 128, 0)
     for worker in core.workers.values():
-        for name in ("residents", "incoming", "in_flight", "released_request_ids"):
+        for name in ("residents", "incoming", "steps", "released_request_ids"):
             sizes[f"{worker.id}.{name}"] = len(getattr(worker, name))
-        sizes[f"{worker.id}.told"] = max(len(worker.told_released_ids) - 64, 0)
         sizes[f"{worker.id}.pool"] = max(len(worker.pool._hash_of) - worker.pool.num_blocks, 0)
     sizes["store.holdings"] = len(store._holdings)
     sizes["store.index"] = max(len(store._shared) - 40, 0)
@@ -149,7 +149,7 @@ def test_every_container_of_the_core_is_looked_at_for_growth() -> None:
     engine = fake_engine()
     core = engine.state._core
     worker = core.workers["w0"]
-    growing = (list, dict, set)
+    growing = (list, dict, set, deque)
     found = {f for f in core.__slots__ if isinstance(getattr(core, f), growing)}
     assert found == {
         "workers",
@@ -170,9 +170,8 @@ def test_every_container_of_the_core_is_looked_at_for_growth() -> None:
     assert found == {
         "residents",
         "incoming",
-        "in_flight",
+        "steps",
         "released_request_ids",
-        "told_released_ids",
     }
 
 
@@ -391,7 +390,7 @@ def test_no_parameter_loses_a_field_on_its_way_to_a_worker_and_through_an_evicti
     assert len(told) == 2
     for new in told:
         assert msgspec.structs.asdict(new.sampling_params) == msgspec.structs.asdict(params)
-        assert new.banned_until_min_tokens == (38, 39)
+        assert new.stop_ids == (38, 39)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -330,7 +330,7 @@ def test_a_request_whose_rows_are_all_at_hand_needs_no_worker() -> None:
 
 
 def test_a_request_evicted_with_all_its_rows_ends_where_it_waits() -> None:
-    engine = fake_engine(chunk=CHUNK, store_blocks=0)
+    engine = fake_engine(chunk=CHUNK, store_blocks=0, max_steps_in_flight=1)
     engine.submit("a", prompt(CHUNK + 1), scoring())
     engine.evict("a")
     engine.complete()

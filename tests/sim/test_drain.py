@@ -182,8 +182,9 @@ def test_the_last_worker_is_drained_and_what_waits_is_told_or_waits_for_a_new_on
         assert not engine.stopped
         engine.tick(8.0)
         engine.settle()
-        engine.step()
-        engine.settle()
+        for _ in range(engine.config.max_steps_in_flight):
+            engine.step()
+            engine.settle()
         assert engine.stopped == ["w0"]
         if is_replaced:
             assert [i.status for i in engine.state.request_infos(0)] == [RequestStatus.WAITING] * 2

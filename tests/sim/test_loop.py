@@ -37,6 +37,7 @@ def config() -> SchedulerConfig:
         block_size=4,
         max_num_batched_tokens=16,
         max_num_seqs=6,
+        max_decode_steps=3,
         max_model_len=200,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),

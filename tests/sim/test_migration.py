@@ -342,7 +342,7 @@ def test_blocks_that_the_target_has_cached_already_are_not_copied() -> None:
     for _ in range(8):
         engine.step()
     add_worker(engine, "w1")
-    engine.submit("same", prompt(40), generating(2))
+    engine.submit("same", prompt(40), generating(9))
     engine.migrate("same", "w1")
     while "same" in engine.live:
         engine.step()
@@ -391,5 +391,5 @@ def test_a_request_that_is_sent_back_and_forth_gets_on_between_two_moves() -> No
         elif engine.live:
             engine.complete()
     finish(engine, "a")
-    assert len(progress) >= 5
+    assert len(progress) >= 4
     assert len(progress) == len(set(progress)), "no two moves at the same point"

@@ -133,8 +133,9 @@ def test_an_evicted_request_that_waits_keeps_its_saved_blocks_through_a_restart(
     for _ in range(4):
         engine.step()
     engine.submit("b", prompt(9, seed=1), scoring(max_tokens=9), priority=-1)
-    engine.step()
-    engine.settle()
+    for _ in range(engine.config.max_steps_in_flight):
+        engine.step()
+        engine.settle()
     assert engine.state.request_infos(0)[1].worker_id is None
     engine.restart_scheduler()
     run(engine)

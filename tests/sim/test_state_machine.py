@@ -24,6 +24,7 @@ from scheduler.errors import (
     NumericalError,
     RequestTooLarge,
 )
+from scheduler.logprobs import Logprobs
 from scheduler.request import FinishReason
 from scheduler.sampling_params import SamplingParams
 from tests.sim.engine import SimEngine
@@ -73,6 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
         enable_migration=st.booleans(),
         enable_journal=st.booleans(),
         save_segment_tokens=st.sampled_from([0, 4, 9]),
+        max_steps_in_flight=st.integers(1, 3),
+        max_decode_steps=st.sampled_from([1, 2, 5]),
         row_cache_bytes=st.sampled_from([0, 1500, 2**20]),
     )
     def start(
@@ -87,6 +90,8 @@ class EngineMachine(RuleBasedStateMachine):
         enable_migration: bool,
         enable_journal: bool,
         save_segment_tokens: int,
+        max_steps_in_flight: int,
+        max_decode_steps: int,
         row_cache_bytes: int,
     ) -> None:
         self.num_blocks = num_blocks
@@ -104,6 +109,8 @@ class EngineMachine(RuleBasedStateMachine):
                 enable_migration=enable_migration,
                 enable_journal=enable_journal,
                 save_segment_tokens=save_segment_tokens,
+                max_steps_in_flight=max_steps_in_flight,
+                max_decode_steps=max_decode_steps,
                 row_cache_bytes=row_cache_bytes,
             ),
             block_bytes=BLOCK_SIZE * 8,
@@ -224,13 +231,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.lose_one(data.draw(st.sampled_from(sorted(self.engine.runners))))
 
     def lose_one(self, worker_id: str) -> None:
-        for action in self.engine.pending:
-            if isinstance(action, RunBatch) and action.worker_id == worker_id:
-                names = [chunk.request_id for chunk in action.output.chunks]
-                if len(names) == 1:
-                    self.lone_deaths[names[0]] += 1
-                    if self.lone_deaths[names[0]] >= 5:
-                        self.unhappy.add(names[0])
+        steps = self.engine.steps.get(worker_id, ())
+        names = {chunk.request_id for step in steps for chunk in step.output.chunks}
+        if len(names) == 1:
+            [name] = names
+            self.lone_deaths[name] += 1
+            if self.lone_deaths[name] >= 5:
+                self.unhappy.add(name)
         self.engine.lose(worker_id)
 
     @rule()
@@ -325,8 +332,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert result.prompt_logprobs.same_bits(expected.rows)
         if expected.logprobs is not None:
             assert sum(part.num_rows for part in result.logprobs) == len(result.token_ids)
-            for row, part in enumerate(result.logprobs):
-                assert part.same_bits(expected.logprobs[row : row + 1])
+            assert not result.token_ids or Logprobs.concat(result.logprobs).same_bits(
+                expected.logprobs
+            )
 
 
 EngineMachine.TestCase.settings = settings(

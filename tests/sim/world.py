@@ -47,6 +47,8 @@ class Worker:
         self.is_dead = False
         self.is_frozen = False
         self.writes: set[asyncio.Task[int]] = set()
+        self.computing = asyncio.Lock()
+        """Steps are run in the order in which they were sent."""
 
     def reset(self, epoch: int) -> None:
         self.epoch = epoch
@@ -91,8 +93,9 @@ class WorkerHandle:
     epoch: int
 
     async def execute(self, message: bytes) -> bytes:
-        await self.worker.alive(self.epoch)
-        return encode(self.worker.runner.execute(decode(message, SchedulerOutput)))
+        async with self.worker.computing:
+            await self.worker.alive(self.epoch)
+            return encode(self.worker.runner.execute(decode(message, SchedulerOutput)))
 
     async def copy_blocks(
         self, block_ids: list[int], target: Any, target_block_ids: list[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +103,27 @@ def test_all_of_a_peer_stands_still_between_its_turns(start: Start) -> None:
             )
         )
         assert peer.run(Job.score("unique", PROMPTS)).num_rows == [2, 1]
+
+
+def test_a_suspended_peer_ends_with_the_benchmark(repo_root: Path) -> None:
+    """Whoever kills the benchmark leaves no process behind that holds gigabytes."""
+    code = (
+        "import os, sys; from bench.peers.process import PeerProcess; "
+        "peer = PeerProcess([sys.executable, '-m', 'tests.bench_peer'], "
+        "{'PYTHONPATH': os.getcwd()}, {}, start_timeout_s=30, job_timeout_s=30); "
+        "print(peer.pids()['main'], flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=repo_root,
+        env=os.environ | {"PYTHONPATH": str(repo_root)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    pid = int(done.stdout)
+    wait_for(lambda: not _is_running(pid))
 
 
 def test_a_peer_that_cannot_be_installed_is_unavailable(

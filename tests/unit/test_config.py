@@ -375,6 +375,8 @@ def test_the_core_gets_the_users_limits_and_the_models_facts() -> None:
     config = load(
         max_num_batched_tokens=100,
         max_num_seqs=5,
+        max_steps_in_flight=3,
+        max_decode_steps=6,
         enable_prefix_caching=False,
         save_finished=False,
         save_segment_tokens=64,
@@ -390,6 +392,8 @@ def test_the_core_gets_the_users_limits_and_the_models_facts() -> None:
         block_size=16,
         max_num_batched_tokens=100,
         max_num_seqs=5,
+        max_steps_in_flight=3,
+        max_decode_steps=6,
         max_model_len=8192,
         vocab_size=49152,
         eos_token_ids=(2, 7),

@@ -84,7 +84,7 @@ def test_a_client_attaches_by_id_alone_even_before_anything_is_visible() -> None
 
 def test_attaching_tells_of_every_completion_that_is_live() -> None:
     script = Script(enable_offload=False)
-    script.submit("a", 4, max_tokens=3, n=2)
+    script.submit("a", 3, max_tokens=3, n=2)
     script.computed()
     assert script.say(ReplayRequested("a", "b")) == [
         "tell a.0 tokens=[7] (b)",

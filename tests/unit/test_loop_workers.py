@@ -175,6 +175,67 @@ def test_a_larger_batch_is_given_more_time() -> None:
     run(test)
 
 
+def two_steps(**settings: Any) -> tuple[ScriptedState, FakeWorker, SchedulerLoop]:
+    state = on_join(batch(step_id=7), batch(step_id=8))
+    return state, FakeWorker(), make(state, **settings)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_are_sent_at_once_and_reported_in_their_order(fails: bool) -> None:
+    async def test() -> None:
+        state, worker, loop = two_steps()
+        await loop.add_worker(worker, info())
+        await until(lambda: worker.num_waiting("execute") == 2)
+        first, second = worker.calls["execute"]
+        second.set_result(encode(ModelRunnerOutput(8, [])))
+        await turns()
+        assert not state.of_kind(BatchDone)
+        if fails:
+            first.set_exception(CallFailed(NumericalError("NaN")))
+        else:
+            first.set_result(DONE)
+        await until(lambda: len(state.events) == 3)
+        assert [type(event) for event in state.events[1:]] == [
+            BatchFailed if fails else BatchDone,
+            BatchDone,
+        ]
+
+    run(test)
+
+
+def test_the_deadline_of_a_step_begins_when_the_one_before_it_is_answered() -> None:
+    """Two long steps together take longer than one may."""
+
+    async def test() -> None:
+        state, worker, loop = two_steps(timeouts=Timeouts(step_s=0.3))
+        await loop.add_worker(worker, info())
+        await until(lambda: worker.num_waiting("execute") == 2)
+        first, second = worker.calls["execute"]
+        await asyncio.sleep(0.2)
+        first.set_result(DONE)
+        await asyncio.sleep(0.2)
+        second.set_result(encode(ModelRunnerOutput(8, [])))
+        await until(lambda: len(state.of_kind(BatchDone)) == 2)
+        assert not state.of_kind(WorkerLost)
+
+    run(test)
+
+
+def test_a_worker_that_dies_with_two_steps_is_lost_once() -> None:
+    async def test() -> None:
+        state, worker, loop = two_steps()
+        await loop.add_worker(worker, info())
+        await until(lambda: worker.num_waiting("execute") == 2)
+        for step in list(worker.calls["execute"]):
+            step.set_exception(ActorLost("killed"))
+        await until(lambda: bool(state.of_kind(WorkerLost)))
+        await turns()
+        assert len(state.of_kind(WorkerLost)) == 1
+        assert not state.of_kind(BatchDone)
+
+    run(test)
+
+
 def test_a_worker_that_computes_for_long_but_answers_pings_is_not_lost() -> None:
     async def test() -> None:
         state = on_join(batch())

@@ -79,7 +79,8 @@ def cost_by_definition(live: LiveRequest, view: WorkerView) -> tuple[int, int] |
     if (
         view.is_draining
         or len(active) >= CONFIG.max_num_seqs
-        or before >= CONFIG.max_num_batched_tokens
+        or before >= CONFIG.max_num_batched_tokens * CONFIG.max_steps_in_flight
+        or policy.is_prefix_coming(live, view, len(cached), CONFIG)
         or policy.num_blocks_to_take(live, view, cached) + len(active) > view.pool.num_free
     ):
         return None

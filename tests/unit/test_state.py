@@ -62,7 +62,7 @@ def test_generated_tokens_are_told_one_by_one_until_a_stop_token() -> None:
 
 def test_decodes_go_before_prefill_chunks_within_one_budget() -> None:
     """A long prompt arrives while somebody is being answered: the answer does not stall."""
-    script = Script(enable_offload=False)
+    script = Script(enable_prefix_caching=False, enable_offload=False)
     script.submit("a", 5, max_tokens=9)
     script.submit("b", 20, max_tokens=1)
     assert script.computed() == ["tell a.0 tokens=[7]", "w0 runs a[5:6] sample, b[0:7] new"]
@@ -210,7 +210,9 @@ def test_an_eviction_asked_for_during_the_lookup_waits_for_the_first_chunk_too()
 
 def test_a_decode_without_a_block_waits_for_older_ones_and_evicts_younger_ones() -> None:
     """Two answers grow into the last block: the older one gets it, and then the other's too."""
-    script = Script(num_blocks=5, enable_offload=False, max_num_batched_tokens=16)
+    script = Script(
+        num_blocks=5, enable_prefix_caching=False, enable_offload=False, max_num_batched_tokens=16
+    )
     script.say(submitted("a", 7, max_tokens=10), submitted("b", 7, max_tokens=6))
     assert script.computed()[-1] == "w0 runs a[7:8] sample, b[7:8] sample"
     assert script.computed()[-1] == "w0 runs a[8:9] sample", "b may evict nobody"
@@ -305,7 +307,8 @@ def test_who_is_left_of_a_failed_step_after_a_cancellation_is_not_blamed_for_it(
 
 def test_nan_fails_one_request_and_nothing_of_its_chunk_is_cached_or_saved() -> None:
     script = Script(save_finished=True)
-    script.say(submitted("a", 4, prompt_logprobs=1), submitted("b", 4, prompt_logprobs=1))
+    params = {"prompt_logprobs": 1, "skip_reading_prefix_cache": True}
+    script.say(submitted("a", 4, **params), submitted("b", 4, **params))
     done = script.batch_done()
     bad = ChunkResult("a", error=NumericalError("NaN").to_wire())
     output = ModelRunnerOutput(done.output.step_id, [bad, done.output.results[1]])
@@ -487,7 +490,7 @@ def test_a_request_whose_worker_dies_in_the_middle_of_its_move_is_queued_and_not
 
 def test_a_step_that_fails_during_a_move_is_tried_again_without_the_one_that_stands_still() -> None:
     """It was in the batch too, and is first in order; the others do not wait for its copy."""
-    script = Script(enable_offload=False, max_num_batched_tokens=32)
+    script = Script(enable_prefix_caching=False, enable_offload=False, max_num_batched_tokens=32)
     script.say(submitted("a", 6, max_tokens=9), submitted("b", 6, max_tokens=9))
     script.computed()
     script.say(WorkerJoined(worker_info("w1")), MigrateRequested("a", "w1"))
