@@ -263,7 +263,12 @@ async def _events(
     async for place, delta in merged(handles):
         if delta.finish_reason == "abort":
             raise cancelled(delta.request_id)
-        for choice in await engine.run(prompts[place].take, delta):
+        prompt = prompts[place]
+        if prompt.has_begun(delta):
+            choices = prompt.take(delta)
+        else:  # a long prompt takes its time to be told
+            choices = await engine.run(prompt.take, delta)
+        for choice in choices:
             yield {**base, "choices": [choice]}
     if job.body.wants_usage_event:
         outputs = [handle.result(0) for handle in handles]
@@ -278,8 +283,13 @@ class _PromptStream:
         self._writers = [job.make_writer(place * num + index, prompt) for index in range(num)]
         self._is_waiting = job.asked.needs_prompt_rows
         self._rows: Logprobs | None = None
+        self._begun: set[int] = set()
         self._held: list[CompletionDelta] = []
         """What came before the prompt's rows, which come with the first choice."""
+
+    def has_begun(self, delta: CompletionDelta) -> bool:
+        """Whether the delta's choice has its first piece, and with it the prompt."""
+        return delta.index in self._begun
 
     def take(self, delta: CompletionDelta) -> list[Any]:
         """Return the pieces that a delta brings."""
@@ -290,4 +300,5 @@ class _PromptStream:
         if self._is_waiting:
             return []
         held, self._held = self._held, []
+        self._begun.update(each.index for each in held)
         return [self._writers[each.index].add(Piece.of(each), self._rows) for each in held]

@@ -113,8 +113,9 @@ def serve(
         # Serve takes seconds to import, which other commands need not wait for.
         from cluster.serving import Endpoint
 
+        running: dict[str, Any] = {**client.info.settings}
         settings = ApiSettings(
-            engine=EngineConfig(**client.info.settings),
+            engine=EngineConfig(**running),
             served_names=tuple(served_model_name or [client.info.model]),
             key_digests=digests,
             limits=limits,

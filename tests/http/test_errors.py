@@ -146,7 +146,8 @@ def test_paths_and_models_that_are_not_there(http: httpx.Client, api: openai.Ope
 def test_an_id_is_taken_while_its_request_lives(http: httpx.Client, engine: Client) -> None:
     body = LONG | {"request_id": "mine"}
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as first:
-        next(first.iter_lines())
+        lines = first.iter_lines()  # held on to: one that is dropped closes the stream
+        next(lines)
         error = refused(http.post("/v1/completions", json=body), 400)
         assert error["code"] == "duplicate_request"
         assert {info.request_id for info in engine.requests()} <= {f"mine#{i}" for i in range(8)}

@@ -126,7 +126,8 @@ def test_a_client_that_leaves_its_stream_ends_the_request(
 ) -> None:
     before = num_aborted(engine)
     with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         assert engine.requests()
     wait_for(lambda: not engine.requests(), "nothing goes on")
     assert num_aborted(engine) > before
