@@ -30,7 +30,7 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
 
 
 COMMANDS = [
-    *("version", "status", "requests", "evict", "migrate", "drain", "pull", "generate", "score")
+    *("version", "status", "requests", "evict", "migrate", "drain", "pull", "generate", "score", "serve")
 ]
 
 
