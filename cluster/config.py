@@ -36,9 +36,9 @@ from scheduler.errors import InvalidConfig
 from scheduler.messages import WorkerInfo
 
 ENV_PREFIX = "HAVERSACK_"
-OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE", "HAVERSACK_BENCH_VENVS"})
-"""Variables with our prefix that are no engine settings: where converted models are kept, and the
-environments of the benchmark's peers."""
+OTHER_VARIABLES = frozenset({"HAVERSACK_CACHE", "HAVERSACK_BENCH_VENVS", "HAVERSACK_API_KEY"})
+"""Variables with our prefix that are no engine settings: where converted models are kept, the
+environments of the benchmark's peers, and whom an endpoint lets in."""
 
 GIB = 2**30
 SAVE_SEGMENT_TOKENS = 512

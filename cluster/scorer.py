@@ -93,6 +93,7 @@ class Scorer(ABC):
         *,
         ordered: bool = True,
         on_error: Literal["raise"] = "raise",
+        request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
@@ -105,6 +106,7 @@ class Scorer(ABC):
         *,
         ordered: bool = True,
         on_error: Literal["yield"],
+        request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
@@ -116,6 +118,7 @@ class Scorer(ABC):
         *,
         ordered: bool = True,
         on_error: Literal["raise", "yield"] = "raise",
+        request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
@@ -133,6 +136,8 @@ class Scorer(ABC):
                 ready, and its `index` says which pair it is about.
             on_error: whether an error that is about one pair is raised, and ends the iteration, or
                 is yielded in the place of its score. `details["pair_index"]` says which pair.
+            request_id: what the requests' ids begin with: pair i is `<request_id>-<i>`; None makes
+                ids.
             priority: see `submit`.
             cache_salt: see `submit`.
             timeout_s: see `submit`; for each pair, from when it is sent.
@@ -144,8 +149,9 @@ class Scorer(ABC):
         if on_error not in ("raise", "yield"):
             refuse("on_error", on_error, '"raise" or "yield"')
         params, options = _checked_params(params), Options(priority, cache_salt, timeout_s)
-        check_arguments(params.sampling_params(1), None, *options)
-        return self._each(self.outcomes(pairs, params, options, ordered=ordered), on_error)
+        check_arguments(params.sampling_params(1), request_id, *options)
+        scores = self.outcomes(pairs, params, options, ordered=ordered, request_id=request_id)
+        return self._each(scores, on_error)
 
     def score_rolling(
         self,
@@ -215,6 +221,7 @@ class Scorer(ABC):
         *,
         ordered: bool = True,
         max_in_flight: int | None = None,
+        request_id: str | None = None,
     ) -> Generator[tuple[int, Score | HaversackError], None, None]:
         """Yield what has become of each pair, with its place: what `score_many` is made of.
 
@@ -224,6 +231,7 @@ class Scorer(ABC):
             options: checked ones.
             ordered: see `score_many`.
             max_in_flight: pairs that are under way at once; None: what keeps the engine busy.
+            request_id: see `score_many`.
 
         Raises:
             EngineUnavailable: nothing can be submitted any more.
@@ -233,7 +241,7 @@ class Scorer(ABC):
         size = max_in_flight or max(_STEPS_AHEAD * num_seats, _MIN_WINDOW)
         window = Window(min(size, info.limits.max_queued_requests), _MAX_RESULT_BYTES)
         results = results_as_room_comes(
-            self._jobs(pairs, params, options),
+            self._jobs(pairs, params, options, request_id),
             self._send,
             self._connection.tell_cancel,
             window,
@@ -245,7 +253,11 @@ class Scorer(ABC):
                 yield place.index, _score(place, output, params, decode)
 
     def _jobs(
-        self, pairs: Iterable[Any], params: ScoringParams, options: Options
+        self,
+        pairs: Iterable[Any],
+        params: ScoringParams,
+        options: Options,
+        request_id: str | None,
     ) -> Iterator[Job[_Place]]:
         encoder, limits = self._encoder(params), self._connection.info.limits
         bytes_per_token = row_bytes(params.num_logprobs, limits)
@@ -253,7 +265,8 @@ class Scorer(ABC):
             try:
                 whole = encoder.pair(*_checked_pair(pair))
                 used = with_room(whole, limits.max_model_len) if params.truncate else whole
-                handle = self._handle(used, params, options)
+                name = None if request_id is None else f"{request_id}-{index}"
+                handle = self._handle(used, params, options, name)
             except HaversackError as error:
                 yield Job(_Place(index), error)
                 continue
@@ -261,11 +274,13 @@ class Scorer(ABC):
             place = _Place(index, num_tokens, num_context, len(whole.context) - num_context)
             yield Job(place, handle, num_tokens * bytes_per_token)
 
-    def _handle(self, pair: TokenPair, params: ScoringParams, options: Options) -> RequestHandle:
+    def _handle(
+        self, pair: TokenPair, params: ScoringParams, options: Options, request_id: str | None
+    ) -> RequestHandle:
         return self._intake.handle(
             pair.context + pair.continuation,
             params.sampling_params(len(pair.context)),
-            None,
+            request_id,
             options,
         )
 

@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from scheduler.codec import encode
 from scheduler.errors import InvalidConfig
@@ -317,19 +318,22 @@ class JournalFile:
         return [key for (key,) in keys]
 
     def _read_request(self, key: int) -> StoredRequest:
-        request_id, finished = self._db.execute(
-            "SELECT request_id, finished FROM requests WHERE key = ?", (key,)
-        ).fetchone()
+        request_id, finished = self._row_of(key, "request_id, finished")
         parts = self._db.execute(
             "SELECT data FROM parts WHERE key BETWEEN ? AND ? ORDER BY key", _part_keys(key)
         )
         return StoredRequest(request_id, [data for (data,) in parts], finished)
 
+    def _row_of(self, key: int, columns: str) -> Any:
+        """Return what the file holds of a request that another table says is there."""
+        found = self._db.execute(f"SELECT {columns} FROM requests WHERE key = ?", (key,)).fetchone()
+        if found is None:
+            raise sqlite3.DatabaseError("the file is damaged: its index names what is not in it")
+        return found
+
     def _num_bytes(self, key: int) -> int:
         """Return the size of what the file holds of a request."""
-        (end,) = self._db.execute(
-            "SELECT coalesce(length(finished), 0) FROM requests WHERE key = ?", (key,)
-        ).fetchone()
+        (end,) = self._row_of(key, "coalesce(length(finished), 0)")
         (parts,) = self._db.execute(
             "SELECT sum(length(data)) FROM parts WHERE key BETWEEN ? AND ?", _part_keys(key)
         ).fetchone()

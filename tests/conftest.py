@@ -22,7 +22,7 @@ settings.register_profile(
 settings.load_profile("haversack")
 
 
-_STARTS_RAY = ("tests/engine/", "tests/hosts/")
+_STARTS_RAY = ("tests/engine/", "tests/hosts/", "tests/http/")
 
 
 class _OneRayAtATime(LoadScopeScheduling):

@@ -32,7 +32,7 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
 
 COMMANDS = [
     *("version", "status", "top", "requests", "evict", "migrate", "drain", "pull", "generate"),
-    *("logprobs", "score", "bench"),
+    *("logprobs", "score", "bench", "serve"),
 ]
 
 

@@ -1,0 +1,54 @@
+"""`haversack serve` from a shell: it says where it answers, and Ctrl-C ends all that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+import ray
+
+from cluster import Client
+from tests.engine.conftest import DEADLINE_S
+
+pytestmark = pytest.mark.slow
+
+
+def test_it_serves_until_it_is_interrupted(
+    shared_engine: Client, main_url: str, tiny_model: str, repo_root: Path
+) -> None:
+    """On a Ray that has an engine and a Serve: it joins the one, and leaves both as they were."""
+    env = os.environ | {
+        "PYTHONPATH": str(repo_root),
+        "HAVERSACK_API_KEY": "sesame,poppy",
+        "HAVERSACK_NAMESPACE": shared_engine.info.settings["namespace"],
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+    }
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--name", "http", "--json"]
+    command += ["--port", main_url.rpartition(":")[2], "--served-model-name", "mine"]
+    command += ["--route-prefix", "/mine"]
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, process.communicate()[1]
+            facts = json.loads(line)
+            assert facts == {"url": f"{main_url}/mine", "model": "mine"}
+            with openai.OpenAI(base_url=f"{facts['url']}/v1", api_key="poppy") as client:
+                found = client.completions.create(model="mine", prompt="Hi", max_tokens=2)
+            assert found.usage is not None
+            assert found.usage.completion_tokens == 2
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, errors
+            assert "sesame" not in errors
+        finally:
+            process.kill()
+    assert shared_engine.workers()
