@@ -4,7 +4,7 @@
 
 Regimes, all on virtual time with simulated workers (`bench.scheduler_world`):
 - `workers`: so many workers, 40 requests live for each, a new one for each that ends, until all of
-  the trace have ended (at most 5,000 a worker). Beside the speed: which part of the prompt tokens
+  the trace have ended (at most 6,250 a worker). Beside the speed: which part of the prompt tokens
   came from a cache, and which part one endless cache could have supplied; how many tokens the
   busiest worker computed for one of the average one.
 - `waiting`: 16 workers, and so many requests that always wait.
@@ -34,7 +34,7 @@ from bench.scheduler_world import Engine
 matplotlib.use("Agg")
 
 _LIVE_PER_WORKER = 40
-_MAX_REQUESTS_PER_WORKER = 5_000
+_MAX_REQUESTS_PER_WORKER = 6_250
 _WAITING_WORKERS = 16
 _SEATS = 64
 """The core's default `max_num_seqs`."""
@@ -70,6 +70,7 @@ def run_workers(num_workers: int, num_requests: int, seed: int, progress: Progre
         "prefix_hit_rate_possible": round(engine.trace.num_repeated_tokens / num_prompt_tokens, 3),
         "tokens_max_over_mean": round(max(tokens) / statistics.mean(tokens), 3),
         "evictions": stats.num_evictions,
+        "migrations": stats.num_migrations,
         "virtual_s": round(engine.now_s, 1),
     }
 

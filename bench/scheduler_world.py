@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.actions import Emit, Refuse, RunBatch
+from scheduler.actions import CopyBlocks, Emit, Refuse, RunBatch
 from scheduler.codec import IntArray, int_array
 from scheduler.config import SchedulerConfig
-from scheduler.events import AnyEvent, BatchDone, RequestSubmitted, Tick, WorkerJoined
+from scheduler.events import AnyEvent, BatchDone, CopyDone, RequestSubmitted, Tick, WorkerJoined
 from scheduler.logprobs import Logprobs
 from scheduler.messages import (
     Chunk,
@@ -46,6 +46,7 @@ _MEAN_OUTPUT_TOKENS, _MAX_OUTPUT_TOKENS = 48, 256
 _STEP_S, _STEP_S_PER_TOKEN = 4e-3, 12e-6
 _JITTER = 0.1
 """Steps take so much more or less time, or all workers would answer at once."""
+_COPY_S = 5e-3
 _TICK_S = 1.0
 _CLIENT = "bench"
 _SCORING = SamplingParams(prompt_logprobs=1, max_tokens=0)
@@ -159,7 +160,9 @@ class Engine:
         self.trace = Trace(self.seed)
         self._submissions = iter(self.trace)
         self._rng = random.Random(self.seed)
-        self._steps: list[tuple[float, int, BatchDone]] = []
+        self._coming: list[tuple[float, int, AnyEvent]] = []
+        """Heap of what will have happened: when, number, event."""
+        self._num_answers = 0
         self._next_tick_s = _TICK_S
         self.workers = {f"w{i}": Worker() for i in range(self.num_workers)}
         for name in self.workers:
@@ -179,16 +182,25 @@ class Engine:
         """Answer step after step, yielding after each, until nothing is left to do.
 
         Each request that ends is followed by another one until `num_requests` have come.
+
+        Raises:
+            RuntimeError: nothing is under way any more, and requests have not ended.
         """
-        while self._steps:
-            self.now_s, _, done = heapq.heappop(self._steps)
+        while self._coming:
+            self.now_s, _, event = heapq.heappop(self._coming)
             if self.now_s >= self._next_tick_s:
                 self._next_tick_s = self.now_s + _TICK_S
                 self._handle(Tick(time_s=self.now_s))
-            num_ended = self._handle(done)
+            num_ended = self._handle(event)
             if num_ended and self.num_submitted < num_requests:
                 self.submit(min(num_ended, num_requests - self.num_submitted))
             yield
+        if self.num_ended < self.num_submitted:
+            raise RuntimeError(f"{self.num_submitted - self.num_ended} requests never end")
+
+    def _answer(self, time_s: float, event: AnyEvent) -> None:
+        self._num_answers += 1
+        heapq.heappush(self._coming, (time_s, self._num_answers, event))
 
     def _handle(self, *events: AnyEvent) -> int:
         """Give events to the core and start its steps; return how many requests have ended."""
@@ -203,8 +215,10 @@ class Engine:
                     output, cost_s = worker.execute(action.output)
                     cost_s *= 1 + _JITTER * self._rng.uniform(-1, 1)
                     end_s = worker.free_s = max(self.now_s, worker.free_s) + cost_s
-                    done = BatchDone(action.worker_id, output, time_s=end_s)
-                    heapq.heappush(self._steps, (end_s, output.step_id, done))
+                    self._answer(end_s, BatchDone(action.worker_id, output, time_s=end_s))
+                case CopyBlocks():
+                    end_s, num_blocks = self.now_s + _COPY_S, len(action.source_block_ids)
+                    self._answer(end_s, CopyDone(action.op_id, num_blocks, time_s=end_s))
                 case Emit():
                     num_ended += action.delta.finish_reason is not None
                 case Refuse():

@@ -22,6 +22,8 @@ from scheduler.row_reuse import complete_rows, look_for_rows
 
 def admit(core: Core) -> None:
     """Place waiting requests in order until the head finds no room."""
+    if core.head() is None:
+        return  # nobody asks for loads before somebody waits
     changed = core.take_touched()
     while (live := core.head()) is not None:
         num_row_blocks = live.num_row_blocks

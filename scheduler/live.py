@@ -127,8 +127,9 @@ class LiveRequest:
     @property
     def is_decoding(self) -> bool:
         """Whether the next chunk is one token after the prompt."""
-        is_past_prompt = self.planned_position >= self.request.num_prompt_tokens
-        return is_past_prompt and self.num_unplanned_tokens == 1
+        position, num_prompt_tokens = self.planned_position, self.request.num_prompt_tokens
+        num_tokens = num_prompt_tokens + self.num_planned_outputs
+        return num_prompt_tokens <= position == num_tokens - 1
 
     def move_to(self, status: RequestStatus, time_s: float, why: str) -> None:
         """Change the status and remember why.

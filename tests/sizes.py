@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGES = ("scheduler.", "offload_store.")
-BOUNDED = {"BlockPool", "PrefixIndex", "RowCache", "SchedulerStats"}
-"""Containers of these can't outgrow the workers' pools, a number of bytes or a list of reasons."""
+BOUNDED = {"BlockPool", "PrefixIndex", "Roster", "RowCache", "SchedulerStats"}
+"""Containers of these can't outgrow the workers and their pools, a number of bytes or a list of
+reasons."""
 
 
 def sizes(root: Any) -> dict[str, int]:
