@@ -10,6 +10,7 @@ from scheduler.codec import int_array
 from scheduler.errors import from_wire
 from scheduler.logprobs import LogprobRows
 from scheduler.messages import Chunk, ChunkResult, NewRequest, SchedulerOutput
+from scheduler.policy import end_of
 from scheduler.request import Request
 from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
 from workers.model_runner import ModelRunner
@@ -147,5 +148,5 @@ class RunnerDriver:
 
     @staticmethod
     def is_done(request: Request) -> bool:
-        """Whether all of the prompt is computed and all tokens are generated."""
-        return not request.is_prefilling and len(request.output_token_ids) >= request.max_tokens
+        """Whether all of the prompt is computed and the request has come to its end."""
+        return end_of(request) is not None

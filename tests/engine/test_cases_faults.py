@@ -176,7 +176,8 @@ def test_thousands_of_steps_that_fail_leave_no_object_in_the_scheduler(tiny_mode
                 counts.append(ray.get(asked, timeout=DEADLINE_S))
             stats = client.stats().scheduler
             assert stats.num_failed == 2100
-            assert stats.num_steps < 2 * stats.num_failed, "nothing is tried for ever"
+            # A step that was sent ahead may fail with the one before it.
+            assert stats.num_steps < 3 * stats.num_failed, "nothing is tried for ever"
             assert counts[-1] - counts[1] < 500, counts
     finally:
         kill_engine(handles)

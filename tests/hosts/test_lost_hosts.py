@@ -17,8 +17,9 @@ pytestmark = pytest.mark.slow
 
 NUM_COMPUTED_TOKENS = 4 * SEGMENT_TOKENS - 24
 """Of the request in mid-prefill: three segments are saved by then, most of a fourth is computed."""
-MOST_RECOMPUTED_TOKENS = 2 * SEGMENT_TOKENS
-"""One segment that was not full yet, and what was computed while it was under way to the store."""
+MOST_RECOMPUTED_TOKENS = 3 * SEGMENT_TOKENS
+"""One segment that was not full yet, and what was computed while it was under way to the store:
+steps of a tiny model are so short that on a busy machine this can be more than a segment."""
 SHORT_CUT_S = 3.0
 END_S = 40.0
 DRAIN_S = 60
