@@ -29,7 +29,8 @@ def test_it_serves_until_it_is_interrupted(
         "HAVERSACK_NAMESPACE": shared_engine.info.settings["namespace"],
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
     }
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--name", "http", "--json"]
+    command = [sys.executable, "-c", "from cluster.cli import app; app()", "serve"]
+    command += ["--name", "http", "--json"]
     command += ["--port", main_url.rpartition(":")[2], "--served-model-name", "mine"]
     command += ["--route-prefix", "/mine"]
     with subprocess.Popen(

@@ -126,6 +126,13 @@ def test_many_are_scored_in_their_order(client: ScoringClient) -> None:
     assert list(client.score_many([])) == []
 
 
+def test_requests_may_have_names_that_say_which_pair(client: ScoringClient, engine: Engine) -> None:
+    list(client.score_many(pairs(3), request_id="exam"))
+    assert [submission.request_id for submission in engine.seen] == ["exam-0", "exam-1", "exam-2"]
+    list(client.score_many(pairs(2)))
+    assert len({submission.request_id for submission in engine.seen}) == 5
+
+
 def test_no_more_is_under_way_than_the_window_holds(client: ScoringClient, engine: Engine) -> None:
     """The pairs have no end, and their reader is slower than the engine."""
     num_read = 0
