@@ -137,11 +137,13 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(stderr=True)
     with Progress(console=console) as progress:
-        runs = [
-            run_workers(count, arguments.requests, arguments.seed, progress)
-            for count in arguments.workers
-        ]
-        waiting = [run_waiting(count, arguments.seed, progress) for count in arguments.waiting]
+        runs, waiting = [], []
+        for count in arguments.workers:
+            runs.append(run_workers(count, arguments.requests, arguments.seed, progress))
+            console.print(runs[-1])
+        for count in arguments.waiting:
+            waiting.append(run_waiting(count, arguments.seed, progress))
+            console.print(waiting[-1])
     report = {
         "bench": "scheduler",
         "runs": runs,
