@@ -162,7 +162,9 @@ def num_objects(_: object) -> int:
 
 
 @pytest.mark.slow
-def test_thousands_of_steps_that_fail_leave_no_object_in_the_scheduler(tiny_model: str) -> None:
+def test_thousands_of_steps_that_fail_leave_no_object_in_the_scheduler(
+    local_cluster: None, tiny_model: str
+) -> None:
     """An error or a call that is kept for each of them would be seen."""
     config, handles = start_with(BrokenWorker, tiny_model, "broken", max_num_seqs=8)
     try:
