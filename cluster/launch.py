@@ -219,9 +219,9 @@ def engine_spec(
 def worker_variables(num_threads: int) -> dict[str, str]:
     """Return the environment variables that a worker with so many threads has to start with.
 
-    Threads that wait for each other spin for a little while only: Ray's own processes need the cores
-    now and then, and where threads spin until another has got its core back, a step takes many
-    times as long. Not to spin at all costs half as much again on an idle machine.
+    Threads that wait for each other spin for a little while only: Ray's own processes need the
+    cores now and then, and where threads spin until another has got its core back, a step takes
+    many times as long. Not to spin at all costs half as much again on an idle machine.
     """
     return {
         "GLIBC_TUNABLES": _MALLOC,
