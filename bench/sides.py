@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from bench.peers.catalogue import PEERS, Show
 from bench.peers.process import PeerProcess, command_of
-from bench.peers.protocol import Job, Outcome
+from bench.peers.protocol import Job, Outcome, serve_on_time
 from bench.processes import engine_pids
 from bench.workloads import OURS
 from cluster import Client, RequestOutput, SamplingParams
@@ -104,14 +105,7 @@ class Engine:
         )
 
     def _serve(self, job: Job) -> Outcome:
-        return asyncio.run(self._serve_all(job))
-
-    async def _serve_all(self, job: Job) -> Outcome:
-        started_s = time.perf_counter()
-        requests = zip(job.prompts, job.max_tokens, job.at_s, strict=True)
-        waits = await asyncio.gather(*(self._one(job, started_s, *each) for each in requests))
-        seconds = time.perf_counter() - started_s
-        return Outcome(seconds, ttft_s=[wait for wait in waits if wait is not None])
+        return asyncio.run(serve_on_time(job, partial(self._one, job)))
 
     async def _one(
         self, job: Job, started_s: float, prompt: list[int], max_tokens: int, at_s: float

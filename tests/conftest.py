@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Share the tests out among the processes of `pytest -n`; those with Ray begin."""
     config.option.loadscopereorder = False
     return _OneRayAtATime(config, log)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread, as a machine that other tests share does best."""
+    import torch  # of no use to most tests, and slow to import
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cluster.connection import Connection
@@ -13,6 +15,8 @@ from scheduler.errors import EngineUnavailable, HaversackError, Overloaded
 from scheduler.messages import Submission
 from scheduler.outbox import EngineInfo
 from tests.fake_scheduler import FakeScheduler, Family
+
+DEADLINE_S = 60.0
 
 
 class Engine(FakeScheduler):
@@ -99,3 +103,14 @@ class ScoringClient(Scorer):
         self._connection.close()
         for handle in self._connection.end(EngineUnavailable("closed")):
             handle.abandon()
+
+
+@contextmanager
+def scoring_client(engine: Engine) -> Iterator[ScoringClient]:
+    """Connect a client; whatever does not end by itself ends after a while, and fails its test."""
+    client = ScoringClient(engine)
+    watch = threading.Timer(DEADLINE_S, client.close)
+    watch.start()
+    yield client
+    watch.cancel()
+    client.close()

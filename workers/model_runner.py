@@ -105,7 +105,6 @@ class _Work:
     parts: list[Logprobs] = field(default_factory=list)
     sampled_token_id: int | None = None
     sampled_logprobs: Logprobs | None = None
-
     more: list[_Work] = field(default_factory=list)
     """The decodes that followed, one after the other."""
 

@@ -8,6 +8,7 @@ the standard library alone.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import dataclasses
 import json
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,6 +102,23 @@ class Peer(Protocol):
 
     about: dict[str, Any]
     """What is told of it beside its figures."""
+
+
+async def serve_on_time(
+    job: Job, answer: Callable[[float, list[int], int, float], Awaitable[float | None]]
+) -> Outcome:
+    """Have each prompt of a job answered when it arrives.
+
+    Args:
+        answer: given the start's `perf_counter`, a prompt, the tokens to generate and the arrival
+            in seconds from the start, waits for that, and returns the seconds from there to the
+            first token; None for a prompt that was scored.
+    """
+    started_s = time.perf_counter()
+    requests = zip(job.prompts, job.max_tokens, job.at_s, strict=True)
+    waits = await asyncio.gather(*(answer(started_s, *each) for each in requests))
+    seconds = time.perf_counter() - started_s
+    return Outcome(seconds, ttft_s=[wait for wait in waits if wait is not None])
 
 
 def run_peer(load: Callable[[dict[str, Any]], Peer]) -> None:

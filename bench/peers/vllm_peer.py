@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import vllm
@@ -18,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from bench.peers.protocol import Job, Outcome, run_peer
+from bench.peers.protocol import Job, Outcome, run_peer, serve_on_time
 
 
 def _arguments(settings: dict[str, Any]) -> dict[str, Any]:
@@ -106,14 +107,7 @@ class ServingPeer:
 
     def serve(self, job: Job) -> Outcome:
         """Take each prompt when it arrives."""
-        return self._loop.run_until_complete(self._serve(job))
-
-    async def _serve(self, job: Job) -> Outcome:
-        started_s = time.perf_counter()
-        requests = zip(job.prompts, job.max_tokens, job.at_s, strict=True)
-        waits = await asyncio.gather(*(self._one(job, started_s, *each) for each in requests))
-        seconds = time.perf_counter() - started_s
-        return Outcome(seconds, ttft_s=[wait for wait in waits if wait is not None])
+        return self._loop.run_until_complete(serve_on_time(job, partial(self._one, job)))
 
     async def _one(
         self, job: Job, started_s: float, prompt: list[int], max_tokens: int, at_s: float

@@ -10,14 +10,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import ray
 
 from cluster import Client
 from cluster.api_settings import ApiSettings, Limits, key_digests
 from cluster.config import EngineConfig
 from cluster.serving import Endpoint
-from tests.engine.conftest import DEADLINE_S, ENGINE, NUM_CPUS, wait_for
+from tests.engine.conftest import DEADLINE_S, ENGINE, local_cluster, wait_for
 from tests.tiny_models import byte_tokenizer, tiny_llama
+
+__all__ = ["local_cluster"]
 
 MODEL = "tiny"
 LONG = {"prompt": "Hi", "n": 8, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
@@ -31,23 +32,6 @@ TEMPLATE = (
 def ids(text: str) -> list[int]:
     """Return a text's tokens: one for each of its bytes."""
     return list(byte_tokenizer()(text).input_ids)
-
-
-@pytest.fixture(scope="session")
-def local_cluster() -> Iterator[None]:
-    """Ray, started for this test run alone; the same one that tests/engine has."""
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        namespace="haversack-tests",
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

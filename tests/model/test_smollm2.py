@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,6 +16,8 @@ from tests.runner_driver import RunnerDriver
 from workers.exact_linear import make_exact
 from workers.loader import DEFAULT_MODEL, LoadedModel, load_model, load_tokenizer
 from workers.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXT = """Alice was beginning to get very tired of sitting by her sister on the bank, and of having
 nothing to do: once or twice she had peeped into the book her sister was reading, but it had no
@@ -38,14 +39,6 @@ it pop down a large rabbit-hole under the hedge.
 """
 
 TOLERANCE = {"bf16": 1e-3, "fp32": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

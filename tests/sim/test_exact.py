@@ -7,13 +7,12 @@ which was alone on one worker, cold, in one chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from scheduler.actions import RunBatch
 from scheduler.config import SchedulerConfig
@@ -23,6 +22,8 @@ from tests import tiny_models
 from tests.sim.engine import SimEngine
 from workers.loader import LoadedModel, load_model
 from workers.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE = 16
 LENGTH = 145
@@ -65,14 +66,6 @@ def right(load: Load) -> Callable[..., bytes]:
         return bits(engine, "alone", length)
 
     return cached
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def real_engine(

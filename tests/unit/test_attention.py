@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,17 +14,11 @@ from workers import attention
 from workers.attention import AttentionBatch
 from workers.kv_cache import KVCache, LayerSpec, Span
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 32, 16
 SCALING = 0.17
 CASES = [(None, None), (24, None), (None, 4.0), (130, 4.0)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Sequence1:

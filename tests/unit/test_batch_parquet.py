@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,9 @@ from cluster import intake as intake_module
 from cluster.batches import Batch, BatchOptions, BatchProgress, BatchWatcher
 from cluster.scoring import ScoringParams
 from scheduler.errors import MissingPackage, OutputConflict
-from tests.scoring_engine import Engine, ScoringClient
+from tests.scoring_engine import Engine, ScoringClient, scoring_client
 from tests.tiny_models import byte_tokenizer
 
-DEADLINE_S = 60.0
 NUM_ROWS, ROWS_PER_PART = 23, 5
 OPTIONS = BatchOptions(params=ScoringParams(logprobs=2), rows_per_part=ROWS_PER_PART)
 
@@ -28,13 +26,8 @@ OPTIONS = BatchOptions(params=ScoringParams(logprobs=2), rows_per_part=ROWS_PER_
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringClient]:
     pytest.importorskip("pyarrow")
     monkeypatch.setattr(intake_module, "load_tokenizer", lambda name: byte_tokenizer())
-    made = ScoringClient(Engine())
-    # Whatever does not end by itself ends then, and fails its test.
-    watch = threading.Timer(DEADLINE_S, made.close)
-    watch.start()
-    yield made
-    watch.cancel()
-    made.close()
+    with scoring_client(Engine()) as made:
+        yield made
 
 
 @pytest.fixture

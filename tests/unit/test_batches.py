@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,9 @@ from scheduler.errors import (
     OutputConflict,
     RequestTooLarge,
 )
-from tests.scoring_engine import Engine, ScoringClient
+from tests.scoring_engine import Engine, ScoringClient, scoring_client
 from tests.tiny_models import BOS, byte_tokenizer
 
-DEADLINE_S = 60.0
 WINDOW = 8
 TOO_LARGE = 77
 ROWS: list[Any] = [
@@ -74,13 +72,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 @pytest.fixture
 def client(engine: Engine) -> Iterator[ScoringClient]:
-    made = ScoringClient(engine)
-    # Whatever does not end by itself ends then, and fails its test.
-    watch = threading.Timer(DEADLINE_S, made.close)
-    watch.start()
-    yield made
-    watch.cancel()
-    made.close()
+    with scoring_client(engine) as made:
+        yield made
 
 
 @pytest.fixture

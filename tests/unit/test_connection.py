@@ -684,30 +684,37 @@ def test_more_than_the_queue_holds_goes_in_as_room_comes_and_in_order() -> None:
     assert sum(sent[1:]) < 3 * len(handles)
 
 
+class Door:
+    """Takes requests: some only when they come again, and one never."""
+
+    def __init__(self, full: set[str], too_large: str) -> None:
+        self.full = full
+        self.too_large = too_large
+        self.taken: list[str] = []
+
+    def submit(self, batch: list[RequestHandle]) -> list[RequestHandle | HaversackError]:
+        return [self._outcome(handle) for handle in batch]
+
+    def _outcome(self, handle: RequestHandle) -> RequestHandle | HaversackError:
+        name = handle.request_id
+        if name in self.full:
+            self.full.remove(name)
+            return Overloaded("full")
+        if name == self.too_large:
+            return RequestTooLarge("too large")
+        self.taken.append(name)
+        return handle
+
+
 def test_one_that_is_refused_stops_what_comes_after_it_but_nothing_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generating, "_MAX_BATCH", 3)
     driver = Driver(FakeScheduler())
     handles = [driver.handle(f"r{i}") for i in range(4)]
-    full = {"r1"}
-
-    def submit(batch: list[RequestHandle]) -> list[RequestHandle | HaversackError]:
-        outcomes: list[RequestHandle | HaversackError] = []
-        for handle in batch:
-            if handle.request_id in full:
-                full.remove(handle.request_id)
-                outcomes.append(Overloaded("full"))
-            elif handle.request_id == "r2":
-                outcomes.append(RequestTooLarge("too large"))
-            else:
-                taken.append(handle.request_id)
-                outcomes.append(handle)
-        return outcomes
-
-    taken: list[str] = []
-    submit_as_room_comes(handles, submit, lambda seconds: None)
-    assert taken == ["r0", "r1"]
+    door = Door(full={"r1"}, too_large="r2")
+    submit_as_room_comes(handles, door.submit, lambda seconds: None)
+    assert door.taken == ["r0", "r1"]
     with pytest.raises(RequestTooLarge):
         handles[2].result(0)
 
@@ -717,24 +724,9 @@ def test_or_it_stops_nothing_where_each_is_for_itself(monkeypatch: pytest.Monkey
     monkeypatch.setattr(generating, "_MAX_BATCH", 3)
     driver = Driver(FakeScheduler())
     handles = [driver.handle(f"r{i}") for i in range(6)]
-    full = {"r0", "r2", "r4"}
-
-    def submit(batch: list[RequestHandle]) -> list[RequestHandle | HaversackError]:
-        outcomes: list[RequestHandle | HaversackError] = []
-        for handle in batch:
-            if handle.request_id in full:
-                full.remove(handle.request_id)
-                outcomes.append(Overloaded("full"))
-            elif handle.request_id == "r1":
-                outcomes.append(RequestTooLarge("too large"))
-            else:
-                taken.append(handle.request_id)
-                outcomes.append(handle)
-        return outcomes
-
-    taken: list[str] = []
-    submit_as_room_comes(handles, submit, lambda seconds: None, stops_at_refusal=False)
-    assert sorted(taken) == ["r0", "r2", "r3", "r4", "r5"]
+    door = Door(full={"r0", "r2", "r4"}, too_large="r1")
+    submit_as_room_comes(handles, door.submit, lambda seconds: None, stops_at_refusal=False)
+    assert sorted(door.taken) == ["r0", "r2", "r3", "r4", "r5"]
     assert [handle.done() for handle in handles] == [i == 1 for i in range(6)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return cached
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def driver(model: LoadedModel, num_blocks: int = 120, seed: int = 0) -> RunnerDriver:
     return RunnerDriver(ModelRunner(model, num_blocks=num_blocks), seed)
 
@@ -69,6 +61,8 @@ def prompt(length: int = LENGTH, seed: int = 0) -> list[int]:
 PARAMS = SamplingParams(
     prompt_logprobs=3, logprobs=2, max_tokens=6, temperature=0.8, seed=5, ignore_eos=True
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Answer:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from scheduler.codec import int_array
 from scheduler.errors import InvalidRequest, from_wire
@@ -21,6 +20,8 @@ from tests import tiny_models
 from tests.runner_driver import RunnerDriver
 from workers.loader import LoadedModel, load_model
 from workers.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PARAMS: dict[str, Any] = {
     "prompt_logprobs": 2,
@@ -42,14 +43,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedMode
         return load_model(str(tiny_models.tiny_llama(folder)), dtype=dtype)
 
     return cached
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def driver(model: LoadedModel) -> RunnerDriver:

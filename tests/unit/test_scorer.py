@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -25,11 +24,10 @@ from scheduler.errors import (
 )
 from scheduler.request import FinishReason
 from tests.fake_scheduler import rows
-from tests.scoring_engine import Engine, ScoringClient
+from tests.scoring_engine import Engine, ScoringClient, scoring_client
 from tests.tiny_models import BOS, byte_tokenizer
 
 WINDOW = 32
-DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -41,13 +39,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 @pytest.fixture
 def client(engine: Engine) -> Iterator[ScoringClient]:
-    made = ScoringClient(engine)
-    # Whatever does not end by itself ends then, and fails its test.
-    watch = threading.Timer(DEADLINE_S, made.close)
-    watch.start()
-    yield made
-    watch.cancel()
-    made.close()
+    with scoring_client(engine) as made:
+        yield made
 
 
 def ends_of(engine: Engine, token: int) -> list[FinishReason | None]:
