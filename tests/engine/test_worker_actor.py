@@ -12,7 +12,14 @@ import pytest
 import ray
 
 from scheduler.codec import decode, encode
-from scheduler.errors import InvalidConfig, InvalidRequest, ModelNotFound, StaleEpoch, from_wire
+from scheduler.errors import (
+    InvalidConfig,
+    InvalidRequest,
+    InvariantViolation,
+    ModelNotFound,
+    StaleEpoch,
+    from_wire,
+)
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
@@ -210,6 +217,19 @@ def test_a_dead_scheduler_s_late_calls_do_nothing(folder: Path, start: Callable[
     blocks, _ = get(actor.read_blocks.remote(EPOCH + 1, [5, 6]))
     assert [set(np.unique(block)) for block in blocks] == [{3}, {0}]
     assert decode(get(actor.execute.remote(EPOCH + 1, EMPTY_STEP)), ModelRunnerOutput).step_id == 1
+
+
+def test_a_step_that_comes_after_a_later_one_is_refused(
+    folder: Path, start: Callable[..., Any]
+) -> None:
+    """It continues what the worker has not computed yet; a new scheduler counts anew."""
+    actor = drive(start(folder)).runner.actor
+    get(actor.execute.remote(EPOCH, EMPTY_STEP))
+    earlier = encode(SchedulerOutput(0, [], []))
+    with pytest.raises(InvariantViolation, match="order"):
+        get(actor.execute.remote(EPOCH, earlier))
+    get(actor.reset.remote(EPOCH + 1))
+    assert decode(get(actor.execute.remote(EPOCH + 1, earlier)), ModelRunnerOutput).step_id == 0
 
 
 def test_a_worker_that_nobody_has_reset_serves_nobody(

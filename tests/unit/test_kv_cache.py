@@ -131,3 +131,12 @@ def test_a_cache_without_room_is_refused(num_blocks: int, block_size: int) -> No
 def test_slots_follow_the_block_table() -> None:
     span = Span(0, start=3, num_tokens=6, block_table=np.array([5, 0, 2], np.int32))
     assert span.slots(4).tolist() == [23, 0, 1, 2, 3, 8]
+
+
+def test_rows_are_where_a_layer_keeps_the_slots_of_each_head() -> None:
+    slots = torch.tensor([0, 5, 23])
+    numbers = torch.arange(6 * 4 * 3)
+    heads_first = numbers.view(6, 3, 4).transpose(1, 2).reshape(-1, 3)
+    assert cache().rows(slots, 3).tolist() == heads_first[slots].reshape(-1).tolist()
+    on_a_gpu = KVCache(LAYERS, num_blocks=6, block_size=4, dtype=torch.bfloat16, device="meta")
+    assert on_a_gpu.rows(slots, 3).tolist() == numbers.view(-1, 3)[slots].reshape(-1).tolist()

@@ -144,3 +144,22 @@ def test_slices_fit_their_budget_in_whole_groups_of_rows(
     vocab: int, budget: int, rows: int
 ) -> None:
     assert rows_per_slice(vocab, budget) == rows
+
+
+def test_equal_values_in_different_groups_are_ordered_by_id() -> None:
+    logprobs = torch.full((2, 1000), -5.0)
+    logprobs[:, 5 * 128 + 3] = -1.0
+    logprobs[:, [2 * 128 + 1, 5 * 128 + 4]] = -2.0
+    values, ids = top_k(logprobs, 3)
+    assert ids.tolist() == [[643, 257, 644]] * 2
+    assert values.tolist() == [[-1.0, -2.0, -2.0]] * 2
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_last_group_that_is_short_brings_each_token_once(k: int) -> None:
+    logprobs = torch.full((2, 1000), -torch.inf)
+    logprobs[:, 999] = -1.0
+    logprobs[:, 990] = -2.0
+    values, ids = top_k(logprobs, k)
+    assert ids.tolist() == [[999, 990, 0][:k]] * 2
+    assert values.tolist() == [[-1.0, -2.0, -torch.inf][:k]] * 2
