@@ -39,7 +39,10 @@ Cancel = Callable[[list[str]], None]
 
 
 class RequestHandle:
-    """One submission: its result, its stream, and the way to cancel it."""
+    """One submission: its result, its stream, and the way to cancel it.
+
+    `await handle` is `handle.result()` on an event loop. `handle.request_id` is its name.
+    """
 
     def __init__(
         self,
