@@ -154,6 +154,7 @@ class CompletionOutput:
     """The stop token id or the stop string that ended it; None for an end-of-sequence token."""
 
     def finished(self) -> bool:
+        """Whether it has ended."""
         return self.finish_reason is not None
 
 

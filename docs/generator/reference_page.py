@@ -117,7 +117,7 @@ def reference_page() -> str:
     """Return the page.
 
     Raises:
-        LookupError: a public name has no place in it.
+        LookupError: a public name has no place in it, or nothing says what it is.
     """
     groups = _groups()
     shown = {member.__name__ for group in groups for member in group.members}
@@ -155,11 +155,12 @@ def _entry(member: Any) -> str:
 
 def _method(cls: type, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     text = ast.get_docstring(node)
-    if name in _NOT_FOR_USERS.get(cls.__name__, ()) or text is None:
+    is_made_elsewhere = name == "__init__" and cls in _NOT_MADE_BY_USERS
+    if is_made_elsewhere or name in _NOT_FOR_USERS.get(cls.__name__, ()):
         return None
+    if text is None:
+        raise LookupError(f"{cls.__name__}.{name} is public and has no docstring")
     if name == "__init__":
-        if cls in _NOT_MADE_BY_USERS:
-            return None
         return _callable(f"#### {cls.__name__}(...)", cls.__name__, node)
     title = f"#### {cls.__name__}.{name}"
     if is_property(node):

@@ -65,10 +65,10 @@ def test_the_examples_of_a_page_run(
     page: Path, engine: Client, tiny_model: str, folder: Path
 ) -> None:
     """One after the other: later ones go on with what earlier ones have made."""
-    names = {"__name__": "example"}
+    names, before = {"__name__": "example"}, list(client._open_clients)
     for example in told_apart(page)[0]:
         exec(example.compiled({MODEL: tiny_model}), names)
-    assert client._open_clients == [engine], "examples close the clients that they open"
+    assert client._open_clients == before, "examples close the clients that they open"
     wait_for(lambda: not engine.requests(), "every request of the examples ends")
 
 

@@ -113,7 +113,6 @@ def test_what_is_wrong_with_a_command_is_noticed(line: str, found: str) -> None:
 
 def test_the_page_about_commands_has_all_of_them() -> None:
     told = {text.split()[0] for text in inline_code(DOCS / "cli.md") if text}
-    told |= {word for text in inline_code(DOCS / "http.md") for word in text.split()}
     assert set(CLI.commands) <= told
 
 
