@@ -70,6 +70,14 @@ def test_a_command_that_is_shown_can_be_run(command: Command) -> None:
     assert complaint(command.words) is None
 
 
+@pytest.mark.parametrize("command", CLI.commands)
+def test_the_example_in_the_help_of_a_command_can_be_run(command: str) -> None:
+    (example,) = re.findall(r"Example: `(.*?)`", CLI.commands[command].epilog)
+    words = words_of(example)
+    assert words[:2] == [TOOL, command]
+    assert complaint(words) is None
+
+
 @each_page
 def test_commands_in_the_text_exist(page: Path) -> None:
     """In running text they may lack arguments, and have names in capitals in place of values."""
@@ -88,6 +96,8 @@ def complaint(words: list[str]) -> str | None:
         return None if first in known else f"there is no option {first}"
     if first not in CLI.commands:
         return f"there is no command {first}"
+    if first == "bench" and rest and not (ROOT / "bench" / f"{rest[0]}.py").exists():
+        return f"there is no benchmark {rest[0]}"
     try:
         CLI.commands[first].make_context(first, [word for word in rest if word != "--help"])
     except Exception as error:  # typer's own kinds are not public
@@ -101,6 +111,7 @@ def complaint(words: list[str]) -> str | None:
     [
         ("haversack scores FILE", "no command scores"),
         ("haversack --oops", "no option --oops"),
+        ("haversack bench nothing", "no benchmark nothing"),
         ("haversack score rows.jsonl --oops", "NoSuchOption"),
         ("haversack top --count many", "BadParameter"),
         ("haversack migrate job-17  # to where?", "MissingParameter"),
