@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import typer.main
 
 from cluster import api_errors
 from cluster.api_errors import answer_to
+from cluster.api_settings import Limits
 from cluster.cli import app
 from cluster.config import ENV_PREFIX, OTHER_VARIABLES, RULES
 from docs.generator import DOCS
@@ -169,3 +171,11 @@ def test_statuses_of_the_endpoint_are_those_of_the_code() -> None:
         if isinstance(kind, type) and issubclass(kind, HaversackError)
     ]
     assert {(answer.status, answer.error["code"]) for answer in answers} <= told
+
+
+def test_limits_of_the_endpoint_are_those_of_the_code() -> None:
+    text = (DOCS / "http.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(Limits):
+        option = "--" + field.name.replace("_", "-")
+        (told,) = re.findall(rf"\| `{option}` \| ([\d,]+)( MiB)? \|", text)
+        assert int(told[0].replace(",", "")) * (2**20 if told[1] else 1) == field.default, option
