@@ -53,10 +53,8 @@ class Command(NamedTuple):
     """A command that a page shows."""
 
     place: str
+    """The page and the line."""
     words: list[str]
-
-    def __str__(self) -> str:
-        return f"{self.place} {' '.join(self.words)}"
 
 
 def blocks(page: Path) -> list[Block]:

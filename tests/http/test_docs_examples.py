@@ -23,7 +23,7 @@ def test_the_examples_of_a_page_run(page: Path, api: openai.OpenAI, main_url: st
             exec(example.compiled({ENDPOINT: main_url, MODEL: SERVED}), names)
 
 
-@pytest.mark.parametrize("command", CURLS, ids=str)
+@pytest.mark.parametrize("command", CURLS, ids=lambda c: c.place)
 def test_what_is_sent_with_curl_is_answered(command: Command, http: httpx.Client) -> None:
     words = [word.replace(MODEL, SERVED) for word in command.words]
     (url,) = [word for word in words if word.startswith(ENDPOINT)]

@@ -67,7 +67,9 @@ def test_the_index_lists_every_page() -> None:
     assert set(PAGES[1:]) - {DOCS / "README.md"} <= listed
 
 
-@pytest.mark.parametrize("command", [c for c in SHOWN if Path(c.words[0]).name == TOOL], ids=str)
+@pytest.mark.parametrize(
+    "command", [c for c in SHOWN if Path(c.words[0]).name == TOOL], ids=lambda c: c.place
+)
 def test_a_command_that_is_shown_can_be_run(command: Command) -> None:
     assert complaint(command.words) is None
 
