@@ -15,6 +15,8 @@ from cluster import Client, client
 from tests.engine.conftest import ENGINE, engine_with_journal, wait_for
 from tests.pages import ENDPOINT, MODEL, PAGES, ROOT, Block, python_examples
 
+SHARED = "/data"
+"""A folder that all machines of a cluster see."""
 QUESTIONS = [(f"{a} + {b} =", f" {a + b}") for a in range(4) for b in range(4)]
 
 
@@ -83,7 +85,7 @@ def test_an_example_for_ray_data_runs(example: Block, engine: Client, folder: Pa
         "answer": [answer for _, answer in QUESTIONS],
     }
     parquet.write_table(pyarrow.table(columns), folder / "questions" / "0.parquet")
-    exec(example.compiled({}), {"__name__": "example"})
+    exec(example.compiled({SHARED: str(folder)}), {"__name__": "example"})
     table = parquet.read_table(folder / "scored")
     assert table.num_rows == len(QUESTIONS)
     (logprobs,) = [name for name in table.column_names if name.endswith("logprob")]
