@@ -49,7 +49,7 @@ from workers.logprobs import (
 from workers.sampler import Draw, TokenCounts, sample
 
 _LOGITS_BYTES = 48 * 2**20
-"""Logits that the output layer makes at once on CPU, if they were fp32: enough for it to be fast."""
+"""Logits that the output layer makes at once on CPU, counted in fp32; few rows make it slow."""
 _LOGPROBS_BYTES = {"cpu": 3 * 2**20, "cuda": 256 * 2**20}
 """fp32 logprobs that are in memory at once; on CPU little more than the processor's cache holds."""
 
