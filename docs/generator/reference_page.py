@@ -145,7 +145,7 @@ def _entry(member: Any) -> str:
         assert isinstance(node, ast.FunctionDef)
         return _callable(f"### {node.name}", node.name, node)
     title = f"### {member.__name__}" + (f" (`{_WHERE[member]}`)" if member in _WHERE else "")
-    parts = [title, "", markdown(ast.get_docstring(parsed_class(member))), ""]
+    parts: list[str | None] = [title, "", markdown(ast.get_docstring(parsed_class(member))), ""]
     if member not in _WITHOUT_FIELDS:
         parts.append(_fields_table(member))
     for owner in (member, *(base for base in member.__bases__ if base in _BASES)):

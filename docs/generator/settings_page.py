@@ -73,9 +73,8 @@ def settings_page() -> str:
 
 
 def _value_text(value: object) -> str:
-    words = {True: "true", False: "false", None: "none"}
-    known = isinstance(value, bool) or value is None
-    return words[value] if known else str(value)  # type: ignore[index]
+    """Return a value as the environment has it."""
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _size_text(value: int) -> str:

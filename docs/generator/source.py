@@ -127,7 +127,7 @@ def _listed(line: str) -> str:
 def _arguments(args: ast.arguments) -> list[str]:
     positional = [*args.posonlyargs, *args.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults))
-    parts = [_argument(*pair) for pair in zip(positional, defaults + args.defaults, strict=True)]
+    parts = [_argument(*pair) for pair in zip(positional, [*defaults, *args.defaults], strict=True)]
     if args.vararg:
         parts.append("*" + ast.unparse(args.vararg))
     elif args.kwonlyargs:
