@@ -57,6 +57,7 @@ _WHAT_TO_DO: dict[str, str] = {
     "[`max_queued_requests`](settings.md#max_queued_requests) and "
     "[`max_queued_tokens`](settings.md#max_queued_tokens).",
     "RequestFailed": "The text says what went wrong. Sending it again starts it anew.",
+    "Cancelled": "Send it again if it was not you who cancelled it.",
     "DeadlineExceeded": "Give a longer `timeout_s`, or none.",
     "NumericalError": "The model itself makes NaN of this prompt: look at the model's files, or "
     "take another [`dtype`](settings.md#dtype).",
