@@ -79,7 +79,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.created = int(time.time())
-    app.state.metrics = ApiMetrics(lambda: _engine(app).stats)
+    app.state.metrics = ApiMetrics(settings.engine.name, lambda: _engine(app).stats)
     app.include_router(router)
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
     app.add_exception_handler(HaversackError, _refused)

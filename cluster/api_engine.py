@@ -34,7 +34,7 @@ from scheduler.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from scheduler.messages import SchedulerStats
+from scheduler.outbox import EngineStats
 from scheduler.outputs import RequestOutput
 from scheduler.sampling_params import SamplingParams
 
@@ -80,7 +80,7 @@ class ApiEngine:
         self._long = ThreadPoolExecutor(_LONG_THREADS, "haversack-api-score")
         self._live_ids: set[str] = set()
         self._closing = threading.Event()
-        self._stats: SchedulerStats | None = None
+        self._stats: EngineStats | None = None
         self._stats_s = time.monotonic()
         self._trouble: str | None = None
         self._look()
@@ -151,7 +151,7 @@ class ApiEngine:
     # -------------------------------------------------------------------------------- its health
 
     @property
-    def stats(self) -> SchedulerStats | None:
+    def stats(self) -> EngineStats | None:
         """The engine's counters of a moment ago; None where they are not known."""
         return self._stats
 
@@ -162,7 +162,7 @@ class ApiEngine:
         age_s = time.monotonic() - self._stats_s
         if age_s > _STALE_S:
             return f"the engine has not answered for {age_s:.0f} s"
-        if self._stats is not None and self._stats.num_workers == 0:
+        if self._stats is not None and self._stats.scheduler.num_workers == 0:
             return "no worker is there to compute requests"
         return None
 
@@ -172,7 +172,7 @@ class ApiEngine:
 
     def _look(self) -> None:
         try:
-            self._stats = self._client.stats().scheduler
+            self._stats = self._client.stats()
             self._stats_s = time.monotonic()
             self._trouble = None
         except HaversackError as error:

@@ -25,6 +25,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from cluster.config import EngineConfig
 from cluster.fleet import RayFleet, end_parts, find_parts, part_name, resources
+from cluster.metrics import RayPublisher
 from scheduler.actor import CONCURRENCY_GROUPS, EngineSpec, SchedulerActor
 from scheduler.calls import Timeouts
 from scheduler.errors import EngineUnavailable, HaversackError, StartupFailed
@@ -212,6 +213,7 @@ def engine_spec(
             max_restarts=config.max_worker_restarts,
             max_in_first_step=config.max_num_seqs.bit_length(),
         ),
+        publish=RayPublisher(config.name),
     )
     return spec, fleet
 

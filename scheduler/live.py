@@ -15,6 +15,7 @@ from offload_store.keys import HashChain
 from scheduler.block_pool import BlockPool
 from scheduler.messages import Chunk, WorkerInfo
 from scheduler.request import Request, RequestStatus
+from scheduler.timings import RequestTimes, WorkTimes
 from scheduler.transitions import change_status
 
 _STORY_LENGTH = 32
@@ -32,6 +33,8 @@ class LiveRequest:
     block_size: int
     rank: tuple[int, int] = field(init=False)
     """`Request.rank`, which never changes while it lives."""
+    times: RequestTimes = field(init=False)
+    """For the latencies."""
     worker: WorkerView | None = None
     """Set exactly while it is LOADING, RUNNING or SAVING."""
     block_ids: list[int] = field(default_factory=list)
@@ -82,6 +85,7 @@ class LiveRequest:
 
     def __post_init__(self) -> None:
         self.rank = self.request.rank
+        self.times = RequestTimes(self.submitted_s)
 
     @property
     def id(self) -> str:
@@ -227,6 +231,8 @@ class WorkerView:
     drain_deadline_s: float | None = None
     """When it has to be empty; None where it may take requests."""
     drain_started_s: float = 0.0
+    work: WorkTimes = field(default_factory=lambda: WorkTimes(0.0))
+    """What it does with its time."""
 
     @property
     def id(self) -> str:

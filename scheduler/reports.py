@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler.codec import id_array
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import Logprobs
-from scheduler.messages import OutputDelta, RequestInfo, WorkerReport
+from scheduler.messages import OutputDelta, RequestInfo, WorkerReport, WorkerUse
 from scheduler.request import FinishReason, Request
 
 
@@ -76,6 +76,21 @@ def worker_report(worker: WorkerView) -> WorkerReport:
         num_pending_tokens=sum(max(r.num_pending_tokens, 0) for r in worker.residents.values()),
         num_blocks=worker.pool.num_blocks,
         num_used_blocks=worker.pool.num_used,
+    )
+
+
+def worker_use(worker: WorkerView, now_s: float) -> WorkerUse:
+    """Return what a worker is used for, with its time accounted for up to now."""
+    work = worker.work
+    work.settle(now_s)
+    return WorkerUse(
+        worker_id=worker.id,
+        num_running=len(worker.residents),
+        num_blocks=worker.pool.num_blocks,
+        num_used_blocks=worker.pool.num_used,
+        compute_s=work.compute_s,
+        dispatch_s=work.dispatch_s,
+        idle_s=work.idle_s,
     )
 
 

@@ -58,9 +58,15 @@ from scheduler.events import (
 )
 from scheduler.invariants import check_invariants
 from scheduler.live import LiveRequest, WorkerView
-from scheduler.messages import RequestInfo, SchedulerStats, Submission, WorkerReport
+from scheduler.messages import (
+    RequestInfo,
+    SchedulerStats,
+    Submission,
+    WorkerReport,
+    WorkerUse,
+)
 from scheduler.migration import start_migration, take_copy
-from scheduler.reports import request_info, worker_report
+from scheduler.reports import request_info, worker_report, worker_use
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
@@ -73,6 +79,7 @@ from scheduler.residency import (
 )
 from scheduler.stepping import fail_batch, start_steps, suspect_batch, take_batch
 from scheduler.submissions import content_hash, submission_of
+from scheduler.timings import Timings
 
 
 class SchedulerState:
@@ -122,6 +129,14 @@ class SchedulerState:
         stats.num_row_cache_blocks = core.row_cache.num_blocks
         stats.num_row_cache_bytes = core.row_cache.num_bytes
         return stats
+
+    def timings(self) -> Timings:
+        """Return the latencies of requests so far."""
+        return self._core.timings
+
+    def worker_uses(self) -> list[WorkerUse]:
+        """Return what each worker is used for, as of the latest event."""
+        return [worker_use(worker, self._core.now_s) for worker in self._core.workers.values()]
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
         """Return what operators see of each live request, in order of service."""
@@ -245,11 +260,13 @@ class SchedulerState:
                     )
                 )
 
-    def _take_in(self, request: Request, now_s: float) -> LiveRequest:
+    def _take_in(self, request: Request, now_s: float, *, is_restored: bool = False) -> LiveRequest:
         """Make a waiting request live."""
         core = self._core
         chain = HashChain(core.config.cache_namespace, request.cache_salt, core.config.block_size)
         live = LiveRequest(request, now_s, chain, core.config.block_size)
+        if is_restored:
+            live.times.submitted_s = None
         if request.client_id:
             live.followers.append(request.client_id)
         core.requests[live.id] = live
@@ -291,7 +308,7 @@ class SchedulerState:
             return
         core.next_arrival = max(core.next_arrival, request.arrival + 1)
         core.stats.num_requests_restored += 1
-        live = self._take_in(request, event.time_s)
+        live = self._take_in(request, event.time_s, is_restored=True)
         ended = policy.end_of(request)
         if ended is not None:
             finish(core, live, ended[0], stop_reason=ended[1])
@@ -410,10 +427,7 @@ class SchedulerState:
         live, limits = op.live, policy.read_limits(op.live)
         num_hit_tokens = min(event.num_hit_tokens, max(limits))
         live.num_saved_blocks = min(live.num_saved_blocks, num_hit_tokens // live.block_size)
-        extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)
-        if limits.shared:
-            core.stats.num_store_hit_tokens += extra_tokens
-        if extra_tokens < live.block_size:
+        if num_hit_tokens - live.num_kv_tokens < live.block_size:
             end_load(core, live, 0, "nothing to load")
         else:
             load(core, live, op.worker, num_hit_tokens // live.block_size)
