@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.config import EngineConfig
+from cluster.dashboards.placing import place_dashboard
 from cluster.fleet import RayFleet, end_parts, find_parts, part_name, resources
 from cluster.metrics import RayPublisher
 from scheduler.actor import CONCURRENCY_GROUPS, EngineSpec, SchedulerActor
@@ -153,6 +154,7 @@ def start_engine(
     except BaseException:
         kill_engine(handles)
         raise
+    place_dashboard()
     return handles
 
 
