@@ -165,16 +165,16 @@ where Prometheus reads the endpoint instead, let it rename what it finds:
 
     metric_relabel_configs:
     - source_labels: [__name__]
-      regex: {PREFIX}.+
+      regex: ({PREFIX}.+)
       target_label: __name__
-      replacement: {RAY_PREFIX}$0
+      replacement: {RAY_PREFIX}$1
 
 ## When the scheduler is restarted
 
 Counters begin at 0 again, as `rate()` and `increase()` expect, and
 `{PREFIX}scheduler_start_time_seconds` says when that was. Nothing is counted twice: what the
-journal brings back is in `{PREFIX}requests_restored_total`, its prompt is not accepted again, and as
-it is not known any more when it was submitted, it is in no latency but that between tokens.
+journal brings back is in `{PREFIX}requests_restored_total`, its prompt is not accepted again, and
+as it is not known any more when it was submitted, it is in no latency but that between tokens.
 
 ## Series
 
