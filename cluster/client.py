@@ -33,7 +33,7 @@ from cluster.launch import EngineHandles, actor_name, connect_to_ray, stop_engin
 from cluster.prompts import Prompt, check_request_id, is_one_prompt, is_seconds
 from cluster.scorer import Scorer
 from scheduler.errors import EngineUnavailable, HaversackError, InvalidConfig, InvalidRequest
-from scheduler.messages import RequestInfo, WorkerReport
+from scheduler.messages import Lives, RequestInfo, WorkerReport
 from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.outputs import RequestOutput
 from scheduler.sampling_params import SamplingParams
@@ -314,6 +314,16 @@ class Client(Scorer):
     def requests(self) -> list[RequestInfo]:
         """Return every client's live requests, in order of service."""
         return self._connection.requests()
+
+    def lives(self, max_live: int = 200, max_ended: int = 100) -> Lives:
+        """Return what has happened to every client's requests, and when; see `scheduler.life`.
+
+        Args:
+            max_live: live requests to tell of, the first ones in order of service.
+            max_ended: requests to tell of that have ended, the last ones. The engine keeps some
+                hundreds; of each of one's own requests `CompletionOutput.life` tells the same.
+        """
+        return self._connection.lives(max_live, max_ended)
 
     # ---------------------------------------------------------------------------------- the end
 

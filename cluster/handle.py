@@ -21,6 +21,7 @@ import numpy as np
 
 from cluster.detokenizer import Detokenizer, TokenTable
 from scheduler.errors import HaversackError, InvariantViolation, from_wire
+from scheduler.life import Span
 from scheduler.logprobs import LogprobRows, Logprobs
 from scheduler.messages import OutputDelta, Submission
 from scheduler.outputs import (
@@ -276,6 +277,7 @@ class _Completion:
         self.stop_reason: int | str | None = None
         self.is_over = False
         """Whether the scheduler has confirmed the end."""
+        self._life: list[Span] | None = None
         self._num_received = 0
         """Tokens that came; `token_ids` has fewer where a stop string ended it before the last."""
         self._detokenizer = Detokenizer(table, params) if table is not None else None
@@ -298,6 +300,7 @@ class _Completion:
                 f"{self._num_received}: report this"
             )
         self.is_over |= delta.finish_reason is not None
+        self._life = self._life or delta.life
         if self.finish_reason is not None:
             return
         new_ids = [] if delta.new_token_ids is None else delta.new_token_ids[num_known:].tolist()
@@ -351,6 +354,7 @@ class _Completion:
             logprobs=None if rows is None else SampleLogprobsView(rows, decode),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            life=self._life,
         )
 
 

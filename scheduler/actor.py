@@ -437,6 +437,15 @@ class SchedulerActor:
         return await self._on_main(ask)
 
     @ray.method(concurrency_group="control")
+    async def lives(self, max_live: int, max_ended: int) -> bytes:
+        """Return a `Lives`; see `SchedulerState.lives`."""
+
+        async def ask(loop: SchedulerLoop) -> bytes:
+            return encode(loop.lives(max_live, max_ended))
+
+        return await self._on_main(ask)
+
+    @ray.method(concurrency_group="control")
     async def workers(self) -> bytes:
         """Return a list of `WorkerReport`."""
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from scheduler.actions import AnyAction, Emit
 from scheduler.config import SchedulerConfig
 from scheduler.live import LiveRequest, StoreOp, WorkerView
-from scheduler.messages import SchedulerStats
+from scheduler.messages import RequestLife, SchedulerStats
 from scheduler.reports import output_delta, whole_delta
 from scheduler.request import Request, RequestStatus
 from scheduler.roster import Roster
@@ -20,6 +21,7 @@ from scheduler.row_cache import RowCache
 from scheduler.timings import Timings, WorkTimes
 
 _number = attrgetter("number")
+_MAX_ENDED = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +36,8 @@ class Core:
     ended_siblings: dict[str, list[Request]] = field(default_factory=dict)
     """Submitted id -> its requests that have ended while others of it go on, to be told to whoever
     follows it from now on; none where there is a journal, which keeps them."""
+    lately_ended: deque[RequestLife] = field(default_factory=lambda: deque(maxlen=_MAX_ENDED))
+    """What has happened to the requests that ended last."""
     ops: dict[int, StoreOp] = field(default_factory=dict)
     actions: list[AnyAction] = field(default_factory=list)
     """What the events being handled ask for."""
@@ -227,6 +231,7 @@ class Core:
             self.next_op_id,
             worker,
             live,
+            self.now_s,
             first_block=first_block,
             num_blocks=num_blocks,
             beneficiary=beneficiary,

@@ -6,6 +6,7 @@ from scheduler.actions import RecordFinished, ReleaseBlocks
 from scheduler.core import Core
 from scheduler.errors import DeadlineExceeded, HaversackError
 from scheduler.live import LiveRequest
+from scheduler.reports import request_life
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.residency import leave_worker, save_finished
 
@@ -31,6 +32,7 @@ def finish(
     request.finish_reason = reason
     request.stop_reason = stop_reason
     request.error = error.to_wire() if error is not None else None
+    core.lately_ended.append(request_life(live, core.now_s))
     leave_worker(core, live)
     del core.requests[live.id]
     core.wanted_elsewhere.pop(live.id, None)

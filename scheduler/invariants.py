@@ -6,11 +6,18 @@ from scheduler import policy
 from scheduler.balancing import is_moving
 from scheduler.core import Core
 from scheduler.errors import InvariantViolation
+from scheduler.life import SpanKind
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.placement import choose_worker
 from scheduler.request import RequestStatus
 from scheduler.roster import load_of
 
+_TOLD_AS = {
+    RequestStatus.WAITING: {SpanKind.QUEUED},
+    RequestStatus.LOADING: {SpanKind.LOADING},
+    RequestStatus.RUNNING: {SpanKind.READY, SpanKind.DECODE, None},
+    RequestStatus.SAVING: {SpanKind.SAVING},
+}
 _RESIDENT = {RequestStatus.LOADING, RequestStatus.RUNNING, RequestStatus.SAVING}
 
 
@@ -51,6 +58,7 @@ def check_invariants(core: Core) -> None:
 def _check_place(core: Core, live: LiveRequest) -> None:
     name, status = f"request {live.id!r} ({live.status.value})", live.status
     _require(status is not RequestStatus.FINISHED, f"{name}: finished but still kept")
+    _require(live.life.current_kind in _TOLD_AS[status], f"{name}: its life tells another story")
     _require((live.worker is not None) == (status in _RESIDENT), f"{name}: worker and status")
     _require(
         (live.op_id is not None) == (status in (RequestStatus.LOADING, RequestStatus.SAVING)),

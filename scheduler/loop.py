@@ -61,6 +61,7 @@ from scheduler.intake import Intake
 from scheduler.journal_calls import JournalCalls
 from scheduler.lifetime import Clock, Lifetime, Tasks, first_of, unix_clock
 from scheduler.messages import (
+    Lives,
     RequestInfo,
     SchedulerStats,
     Submission,
@@ -248,6 +249,11 @@ class SchedulerLoop:
     def request_infos(self) -> list[RequestInfo]:
         self._lifetime.check()
         return self._state.request_infos(self._clock())
+
+    def lives(self, max_live: int, max_ended: int) -> Lives:
+        """Return what has happened to requests; see `SchedulerState.lives`."""
+        self._lifetime.check()
+        return self._state.lives(self._clock(), max_live, max_ended)
 
     # ------------------------------------------------------------------------- what the host asks
 

@@ -11,6 +11,7 @@ import msgspec
 
 from scheduler.codec import IntArray
 from scheduler.errors import WireError
+from scheduler.life import Span
 from scheduler.logprobs import Logprobs
 from scheduler.request import FinishReason, RequestStats, RequestStatus
 from scheduler.sampling_params import SamplingParams
@@ -162,6 +163,8 @@ class OutputDelta(msgspec.Struct, frozen=True, eq=False):
     error: WireError | None = None
     stats: RequestStats | None = None
     """Set in the last delta."""
+    life: list[Span] | None = None
+    """What has happened to it; set in the last delta, unless that is told from a journal."""
     content_hash: bytes = b""
     """Of the submission that it is about: one with other content may have had the id before."""
 
@@ -183,6 +186,30 @@ class RequestInfo(msgspec.Struct, frozen=True):
     num_workers_lost: int
     waited_s: float
     """Seconds since submission."""
+
+
+class RequestLife(msgspec.Struct, frozen=True, eq=False):
+    """What has happened to a request, live or ended lately."""
+
+    info: RequestInfo
+    spans: list[Span]
+    """Oldest first; see `scheduler.life`."""
+    finish_reason: FinishReason | None = None
+    """None while it lives."""
+    error: WireError | None = None
+
+
+class Lives(msgspec.Struct, frozen=True, eq=False):
+    """What has happened to those requests that an operator looks at."""
+
+    now_s: float
+    """The time of the scheduler's clock, which the spans' times are of."""
+    live: list[RequestLife]
+    """In order of service."""
+    ended: list[RequestLife]
+    """As they ended."""
+    num_live: int
+    """Live requests, those included that are not told."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True):

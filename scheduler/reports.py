@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler.codec import id_array
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import Logprobs
-from scheduler.messages import OutputDelta, RequestInfo, WorkerReport, WorkerUse
+from scheduler.messages import OutputDelta, RequestInfo, RequestLife, WorkerReport, WorkerUse
 from scheduler.request import FinishReason, Request
 
 
@@ -41,6 +41,7 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if is_last else None,
+        life=live.life.spans() if is_last else None,
         content_hash=request.content_hash,
     )
 
@@ -91,6 +92,14 @@ def worker_use(worker: WorkerView, now_s: float) -> WorkerUse:
         compute_s=work.compute_s,
         dispatch_s=work.dispatch_s,
         idle_s=work.idle_s,
+    )
+
+
+def request_life(live: LiveRequest, now_s: float) -> RequestLife:
+    """Return what has happened to a request."""
+    request = live.request
+    return RequestLife(
+        request_info(live, now_s), live.life.spans(), request.finish_reason, request.error
     )
 
 

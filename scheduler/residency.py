@@ -15,6 +15,7 @@ from __future__ import annotations
 from scheduler import policy
 from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
 from scheduler.core import Core
+from scheduler.life import SpanKind
 from scheduler.live import LiveRequest, StoreOp, WorkerView
 from scheduler.placement import Placement
 from scheduler.request import RequestStatus
@@ -190,6 +191,15 @@ def end_save(core: Core, op: StoreOp, num_saved_blocks: int, num_copied_blocks: 
         return
     if live.save_op_id == op.op_id:
         live.save_op_id = None
+        if num_saved_blocks:
+            live.life.note(
+                SpanKind.SAVED,
+                op.started_s,
+                core.now_s,
+                op.worker.id,
+                op.first_block * live.block_size,
+                (op.first_block + num_saved_blocks) * live.block_size,
+            )
     if op.first_block <= live.num_saved_blocks:
         live.num_saved_blocks = max(live.num_saved_blocks, op.first_block + num_saved_blocks)
 

@@ -11,6 +11,9 @@ Rules:
 
 from __future__ import annotations
 
+import heapq
+from operator import attrgetter
+
 from offload_store.keys import HashChain
 from scheduler import policy
 from scheduler.actions import AnyAction, RecordSubmitted, Refuse
@@ -59,6 +62,7 @@ from scheduler.events import (
 from scheduler.invariants import check_invariants
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.messages import (
+    Lives,
     RequestInfo,
     SchedulerStats,
     Submission,
@@ -66,7 +70,7 @@ from scheduler.messages import (
     WorkerUse,
 )
 from scheduler.migration import start_migration, take_copy
-from scheduler.reports import request_info, worker_report, worker_use
+from scheduler.reports import request_info, request_life, worker_report, worker_use
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
@@ -142,6 +146,23 @@ class SchedulerState:
         """Return what operators see of each live request, in order of service."""
         ordered = sorted(self._core.requests.values(), key=lambda live: live.rank)
         return [request_info(live, now_s) for live in ordered]
+
+    def lives(self, now_s: float, max_live: int, max_ended: int) -> Lives:
+        """Return what has happened to requests.
+
+        Args:
+            now_s: the time now.
+            max_live: live requests that are told: the first ones in order of service.
+            max_ended: requests that have ended that are told: the last ones, of those kept.
+        """
+        core = self._core
+        first = heapq.nsmallest(max_live, core.requests.values(), key=attrgetter("rank"))
+        return Lives(
+            now_s=now_s,
+            live=[request_life(live, now_s) for live in first],
+            ended=list(core.lately_ended)[-max_ended:] if max_ended else [],
+            num_live=len(core.requests),
+        )
 
     def worker_reports(self) -> list[WorkerReport]:
         """Return what operators see of each worker."""
@@ -264,9 +285,7 @@ class SchedulerState:
         """Make a waiting request live."""
         core = self._core
         chain = HashChain(core.config.cache_namespace, request.cache_salt, core.config.block_size)
-        live = LiveRequest(request, now_s, chain, core.config.block_size)
-        if is_restored:
-            live.times.submitted_s = None
+        live = LiveRequest(request, now_s, chain, core.config.block_size, is_restored)
         if request.client_id:
             live.followers.append(request.client_id)
         core.requests[live.id] = live

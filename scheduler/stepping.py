@@ -145,6 +145,7 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
         if result is None:
             lost = RequestFailed("the worker's answer holds nothing for this request")
             result = ChunkResult(live.id, error=lost.to_wire())
+        _note_chunk(live, worker, flight.chunk, result, core.now_s, event.output.compute_s)
         _take_result(core, live, flight.chunk, result)
 
 
@@ -212,6 +213,26 @@ def _end_step(core: Core, worker: WorkerView, step: Step) -> list[InFlight]:
             flight.live.in_flight.remove(flight)
             staying.append(flight)
     return staying
+
+
+def _note_chunk(
+    live: LiveRequest,
+    worker: WorkerView,
+    chunk: Chunk,
+    result: ChunkResult,
+    now_s: float,
+    compute_s: float,
+) -> None:
+    num_tokens = len(chunk.token_ids)
+    num_more = len(result.more_token_ids) if result.more_token_ids is not None else 0
+    live.life.computed(
+        worker.id,
+        chunk.start,
+        chunk.start + num_tokens + num_more,
+        now_s - compute_s,
+        now_s,
+        decode=num_tokens == 1 and chunk.start >= live.request.num_prompt_tokens,
+    )
 
 
 def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResult) -> None:
