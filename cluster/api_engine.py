@@ -16,9 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from cluster import otel
 from cluster.api_errors import RequestCancelled, UnknownModel
 from cluster.api_settings import ApiSettings
 from cluster.api_text import TokenStrings
@@ -71,6 +73,7 @@ class ApiEngine:
             EngineUnavailable: it is not there.
             ModelNotFound: the model itself is not to be had here.
         """
+        otel.start_exporting()
         self.settings = settings
         self._client = Client(settings.engine, start=False)
         self._table = _table_of(self._client)
@@ -91,6 +94,7 @@ class ApiEngine:
         """Leave the engine; what is under way is cancelled."""
         self._closing.set()
         self._client.close()
+        otel.flush()
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 
@@ -194,8 +198,8 @@ class ApiEngine:
 
     async def run(self, work: Callable[..., Found], *args: Any, **keywords: Any) -> Found:
         """Have something quick done in a thread, and return or raise what it does."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._short, partial(work, *args, **keywords))
+        loop, inside = asyncio.get_running_loop(), copy_context()
+        return await loop.run_in_executor(self._short, partial(inside.run, work, *args, **keywords))
 
     @asynccontextmanager
     async def requests(
@@ -262,7 +266,8 @@ class ApiEngine:
         """
         stopped = threading.Event()
         with self._claimed([options.request_id]):
-            future = self._long.submit(self._score, pairs, params, options, stopped)
+            inside = copy_context()
+            future = self._long.submit(inside.run, self._score, pairs, params, options, stopped)
             try:
                 return await asyncio.shield(asyncio.wrap_future(future))
             finally:

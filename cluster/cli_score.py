@@ -20,10 +20,12 @@ from cluster.cli_common import (
     Json,
     Model,
     Name,
+    Trace,
     Workers,
     engine,
     json_text,
     told_errors,
+    traced,
 )
 from cluster.scoring import ScoringParams
 from scheduler.errors import HaversackError
@@ -92,6 +94,7 @@ def score(
     restart: Restart = False,
     max_in_flight: MaxInFlight = None,
     rows_per_part: RowsPerPart = 10_000,
+    trace: Trace = None,
     config: Config = None,
     model: Model = None,
     num_workers: Workers = None,
@@ -119,6 +122,7 @@ def score(
         batch = Batch(source, target, options)
     with (
         engine(config, model=model, num_workers=num_workers, name=name) as client,
+        traced(client, trace),
         _shown_progress(STREAM not in (source, target)) as watcher,
     ):
         progress = batch.run(client, watcher)

@@ -141,6 +141,8 @@ class Submission(msgspec.Struct, frozen=True, eq=False):
     """Seconds from its arrival at the scheduler, after which it ends with `DeadlineExceeded`."""
     detached: bool = False
     """Whether it goes on when its client has gone; the result waits in the journal."""
+    traceparent: str | None = None
+    """The trace context, as W3C writes it, of whoever sent it; of no meaning to the engine."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True, eq=False):
