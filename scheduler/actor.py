@@ -149,6 +149,10 @@ class SchedulerActor:
         """When the latest one was answered (monotonic)."""
         self._tasks.spawn(self._begin())
 
+    def __repr__(self) -> str:
+        """Say who this is, in Ray's dashboard and logs."""
+        return f"scheduler of {self._spec.settings.get('name')}: {self._spec.model}"
+
     # ------------------------------------------------------------------------- the engine's life
 
     async def _begin(self) -> None:
