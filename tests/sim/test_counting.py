@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.actions import LoadBlocks, LookupBlocks, SaveBlocks
+from scheduler.events import EvictRequested, LoadDone, LookupDone, SaveDone
 from scheduler.request import RequestStatus
 from tests.sim.cases import (
     BLOCK_SIZE,
@@ -20,6 +22,7 @@ from tests.sim.cases import (
     scoring,
 )
 from tests.sim.engine import SimEngine
+from tests.sim.script import Script
 
 NUM_TOKENS = 7
 
@@ -131,6 +134,34 @@ def test_what_an_evicted_request_finds_of_itself_is_its_own_and_no_hit(skips: bo
     assert stats.num_own_hit_tokens == num_computed // BLOCK_SIZE * BLOCK_SIZE
     assert stats.num_worker_cache_hit_tokens == stats.num_store_hit_tokens == 0
     assert stats.num_queried_tokens == (0 if skips else 21 + 1)
+
+
+def test_what_the_store_supplies_beyond_a_requests_own_progress_is_a_hit() -> None:
+    """Evicted after two blocks of five, which are still on the worker; the rest others saved."""
+    script = Script()
+    script.submit("a", 21)
+    script.say(LookupDone(script.last(LookupBlocks).op_id, 0))
+    script.say(EvictRequested("a"))
+    script.computed()
+    script.say(SaveDone(script.last(SaveBlocks).op_id, 2, 2))
+    script.say(LookupDone(script.last(LookupBlocks).op_id, 20))
+    assert script.say(LoadDone(script.last(LoadBlocks).op_id, 3))
+    stats = script.state.stats()
+    assert (stats.num_own_hit_tokens, stats.num_store_hit_tokens) == (8, 12)
+
+
+def test_a_move_is_counted_and_its_pause_timed() -> None:
+    engine = fake_engine(2)
+    engine.submit("a", prompt(40), generating(20))
+    for _ in range(8):
+        engine.step()
+    (use,) = [use for use in engine.state.worker_uses() if use.num_running]
+    engine.migrate("a", "w1" if use.worker_id == "w0" else "w0")
+    finish(engine, "a")
+    stats, pause = engine.state.stats(), engine.state.timings().migration_pause
+    assert stats.migrations_by_reason == {"asked": 1}
+    assert pause.num_observations == 1
+    assert pause.total_s == stats.migration_pause_s > 0
 
 
 def test_prompts_that_are_done_are_counted_however_their_rows_came() -> None:

@@ -152,6 +152,7 @@ def test_what_is_submitted_inside_belongs_to_the_caller() -> None:
         assert otel.current_traceparent() == CALLER
         with otel.coming_from("nonsense"):
             assert otel.current_traceparent() is None
+        assert otel.current_traceparent() == CALLER
     assert otel.current_traceparent() is None
 
 
