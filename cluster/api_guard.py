@@ -18,8 +18,8 @@ from cluster.api_metrics import ApiMetrics
 from cluster.api_settings import ApiSettings, digest
 from scheduler.errors import HaversackError
 
-OPEN_PATHS = frozenset({"/health"})
-"""What needs no key: probes have none."""
+OPEN_PATHS = frozenset({"/health", "/", ""})
+"""What needs no key: probes have none, and the live page holds nothing but its script."""
 HUNG_UP = 499
 
 
