@@ -1,7 +1,8 @@
 """What viewers of the live page are told: a snapshot of the engine, then what has changed.
 
 Rules:
-- The engine is looked at at a bounded rate, once for all viewers, and not at all while there is none.
+- The engine is looked at at a bounded rate, once for all viewers, and not at all while there is no
+  viewer.
 - A message is made once for all viewers. One who reads slowly misses messages, and is told a
   snapshot next: nothing piles up for him.
 - So many requests are told at most, however many are live; how many are live is told too.
