@@ -249,6 +249,11 @@ class Page:
         wider = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
         return bool(self.js(wider))
 
+    def poor_contrasts(self) -> list[Any]:
+        """Return texts whose contrast with what is behind them is less than WCAG's 4.5 to 1."""
+        found: list[Any] = self.js(_CONTRASTS)
+        return found
+
 
 def _pipe() -> tuple[int, int]:
     """Return a pipe whose descriptors are none of those that the browser's get."""
@@ -257,3 +262,36 @@ def _pipe() -> tuple[int, int]:
     for end in ends:
         os.close(end)
     return moved[0], moved[1]
+
+
+_CONTRASTS = """
+(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const parts = (color) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (rgb) => rgb.slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = parts(getComputedStyle(at).backgroundColor);
+      if (color[3] === 255) return color;
+    }
+    return [255, 255, 255, 255];
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((c) => c.nodeType === 3 && c.textContent.trim());
+    if (!own || !node.checkVisibility() || node.disabled || node.matches("script, style")) continue;
+    const pair = [light(parts(getComputedStyle(node).color)), light(behind(node))];
+    const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+    const text = node.textContent.slice(0, 30);
+    if (ratio < 4.5) poor.push([node.tagName, node.className, text, ratio]);
+  }
+  return poor.slice(0, 10);
+})()
+"""
