@@ -167,6 +167,7 @@
     for (const [id, view] of requests) {
       view.words = stateWords(view);
       if (wanted && !`${id} ${view.words}`.toLowerCase().includes(wanted)) continue;
+      if (view.reason !== null && endOf(view) < now() - Number(byId("window").value)) continue;
       let made = drawn.get(id);
       if (made === undefined || changed.has(id)) {
         const fresh = pictures.life({ id, spans: view.spans, state: view.words }, open);
@@ -189,6 +190,7 @@
     byId("hidden-requests").textContent = state.num_live === 0 ? "No request is live." :
       `${many(state.num_live, "live request")}${hidden > 0 ? `; the first ${count(numLive)} in order of service are shown, ${count(hidden)} are hidden` : ""}.`;
     restoreFocus();
+    pictures.placeTip();
     tick();
   }
 

@@ -65,7 +65,18 @@ const pictures = (() => {
     if (tipOf) tipOf.removeAttribute("aria-describedby");
     tipOf = target;
     target.setAttribute("aria-describedby", "tip");
+    placeTip();
+  }
+
+  /** Put the tip beside what it is about; away where that is not there or not seen any more. */
+  function placeTip() {
+    if (tipOf === null) return;
+    const target = tipOf;
     const place = target.getClientRects()[0] || target.getBoundingClientRect();
+    if (!target.isConnected || place.bottom < 0 || place.top > window.innerHeight) {
+      hideTip();
+      return;
+    }
     const [width, height] = [tip.offsetWidth, tip.offsetHeight];
     const left = Math.max(6, Math.min(place.left, window.innerWidth - width - 6));
     const below = place.bottom + 6;
@@ -92,7 +103,7 @@ const pictures = (() => {
     else hideTip();
   });
   document.addEventListener("focusout", hideTip);
-  document.addEventListener("scroll", hideTip, { passive: true, capture: true });
+  document.addEventListener("scroll", placeTip, { passive: true, capture: true });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") hideTip();
     const here = withTip(event);
@@ -352,5 +363,5 @@ const pictures = (() => {
   const tiles = (pairs) => pairs.map(([name, value]) => el("li", {}, el("b", {}, String(value)), el("span", {}, name)));
 
   return { el, count, many, logprob, seconds, tokens, tokenLegend, lifeLegend, life, spansTable, facts, dialog,
-    worker, tiles, hideTip };
+    worker, tiles, hideTip, placeTip };
 })();

@@ -1,6 +1,6 @@
 """Takes the screenshots in docs/ from a real engine: python -m tests.pages.shots
 
-Two workers of the default model score a text, while requests are evicted and moved, and the live page
+Two workers of the default model score texts while requests are evicted and moved, and the live page
 is looked at while others are decoded and wait.
 """
 
