@@ -71,7 +71,7 @@ def _page(name: str, texts: dict[str, str], more_policy: str) -> Page:
 
 @cache
 def _file(name: str) -> str:
-    return resources.files("cluster").joinpath("pages", name).read_text(encoding="utf-8")
+    return resources.files("cluster").joinpath("pages").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

@@ -12,7 +12,7 @@ from scheduler.placement import choose_worker
 from scheduler.request import RequestStatus
 from scheduler.roster import load_of
 
-_TOLD_AS = {
+_TOLD_AS: dict[RequestStatus, set[SpanKind | None]] = {
     RequestStatus.WAITING: {SpanKind.QUEUED},
     RequestStatus.LOADING: {SpanKind.LOADING},
     RequestStatus.RUNNING: {SpanKind.READY, SpanKind.DECODE, None},

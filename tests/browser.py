@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _OPTIONS = (
     *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"),
@@ -229,11 +229,11 @@ class Page:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str) -> None:
-        code = _KEYS[key]
-        for kind in ("rawKeyDown", "keyUp"):
-            self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
-            )
+        facts: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": _KEYS[key]}
+        if key == "Enter":
+            facts["text"] = "\r"
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, **facts)
 
     def screenshot(self, path: Path, *, height: int | None = None) -> None:
         """Write what is seen, or the page's first `height` pixels."""

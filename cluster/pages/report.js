@@ -3,6 +3,7 @@
 (() => {
   const { el, count, many, logprob, seconds } = pictures;
   const ROWS_PER_PAGE = 20;
+  const MAX_TOKENS = 2000; /* of a row, until one asks for all */
   const byId = (id) => document.getElementById(id);
   const parsed = (node) => JSON.parse(node.textContent);
   const sum = parsed(byId("sum"));
@@ -80,7 +81,14 @@
       return el("div", { class: "row" }, head, el("p", { class: "soft small" }, why));
     }
     if (row.context) head.append(el("span", { class: "soft" }, `after ${many(row.context, "token")} of context`));
-    return el("div", { class: "row" }, head, pictures.tokens(row, `Tokens of ${nameOf(row)}`));
+    const label = `Tokens of ${nameOf(row)}`;
+    const box = el("div", { class: "row" }, head, pictures.tokens({ ...row, ids: row.ids.slice(0, MAX_TOKENS) }, label));
+    if (row.ids.length > MAX_TOKENS) {
+      const all = el("button", { type: "button" }, `Show all ${many(row.ids.length, "token")}`);
+      all.addEventListener("click", () => box.replaceChildren(head, pictures.tokens(row, label)));
+      box.append(all);
+    }
+    return box;
   }
 
   function showLives(rows) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 NUM_ROWS = 45
 CHUNK = 8
+START_S = time.time()
 WORDS = ["Once", " upon", " a", " time", NASTY, "\n", " ", ""]
 
 
@@ -66,13 +68,13 @@ def result_of(index: int) -> RowResult:
     row = Row(index, WholePrompt("x"), NASTY if index == 0 else None)
     if index == 3:
         return RowResult(row, RequestTooLarge(f"too large {NASTY}"), [], 0)
-    num_scored = 24 + index
+    num_scored = 2500 if index == NUM_ROWS - 1 else 24 + index
     score: Score = score_of(
         rows_of(num_scored),
         ScoringParams(logprobs=3),
         decode,
         num_context_tokens=1,
-        lives=(life(1000.0 + index, num_scored + 1),),
+        lives=(life(START_S + index, num_scored + 1),),
     )
     return RowResult(row, score, [0], num_scored + 1, (score,))
 
@@ -110,7 +112,8 @@ def tip(page: Page) -> str:
 def test_tokens_are_shaded_and_tell_rank_and_alternatives(browser: Browser, url: str) -> None:
     with browser.page(url) as page:
         assert page.js("window.boom") is None
-        assert page.text("h1") == f"Scores of rows {NASTY}.jsonl".replace("\u2028", " ")
+        title = page.js("document.querySelector('h1').textContent")
+        assert title == f"Scores of rows {NASTY}.jsonl"
         shades = page.js(
             "[...document.querySelectorAll('.row:first-child .t')].map((t) => t.className)"
         )
@@ -174,6 +177,10 @@ def test_rows_come_in_pages_in_the_order_that_is_asked_for(browser: Browser, url
             "order.dispatchEvent(new Event('change')); })()"
         )
         assert page.text(".row:first-child h3") == "row 44"
+        tokens = "document.querySelectorAll('.row:first-child .t').length"
+        assert page.js(tokens) == 2000, "a long row is drawn as a whole when that is asked for"
+        page.click(".row:first-child > button")
+        assert page.js(tokens) == 2501
         page.js(
             "(() => { const find = document.querySelector('#find'); find.value = '7'; "
             "find.dispatchEvent(new Event('input')); })()"
