@@ -27,6 +27,7 @@ from cluster.api_text import TokenStrings
 from cluster.client import Client
 from cluster.detokenizer import TokenTable
 from cluster.handle import RequestHandle
+from cluster.live_feed import MAX_ENDED, MAX_LIVE, Look
 from cluster.prompts import Prompt
 from cluster.scoring import Score, ScoringParams
 from scheduler.errors import (
@@ -193,6 +194,23 @@ class ApiEngine:
         self._client, gone = client, self._client
         gone.close()
         logger.warning("joined the engine again")
+
+    async def look(self) -> Look:
+        """Look at the engine for those who watch it.
+
+        Raises:
+            EngineUnavailable: it does not answer.
+        """
+        return await self.run(self._look_closely)
+
+    def _look_closely(self) -> Look:
+        client = self._client
+        return Look(
+            self.served_name,
+            client.lives(MAX_LIVE, MAX_ENDED),
+            client.workers(),
+            client.stats().scheduler,
+        )
 
     # ----------------------------------------------------------------------------------- requests
 

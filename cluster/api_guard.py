@@ -19,8 +19,8 @@ from cluster.api_settings import ApiSettings, digest
 from cluster.otel import coming_from
 from scheduler.errors import HaversackError
 
-OPEN_PATHS = frozenset({"/health"})
-"""What needs no key: probes have none."""
+OPEN_PATHS = frozenset({"/health", "/", ""})
+"""What needs no key: probes have none, and the live page holds nothing but its script."""
 HUNG_UP = 499
 
 

@@ -188,6 +188,8 @@ class RequestInfo(msgspec.Struct, frozen=True):
     num_workers_lost: int
     waited_s: float
     """Seconds since submission."""
+    arrival: int = 0
+    """Order of submission, which settles ties of priority."""
 
 
 class RequestLife(msgspec.Struct, frozen=True, eq=False):

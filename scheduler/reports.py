@@ -120,4 +120,5 @@ def request_info(live: LiveRequest, now_s: float) -> RequestInfo:
         num_migrations=request.stats.num_migrations,
         num_workers_lost=request.stats.num_workers_lost,
         waited_s=max(now_s - live.submitted_s, 0.0),
+        arrival=request.arrival,
     )
