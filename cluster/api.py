@@ -30,6 +30,7 @@ from cluster.api_errors import (
 )
 from cluster.api_generation import Json, chat, complete
 from cluster.api_guard import Guard
+from cluster.api_live import router as live_router
 from cluster.api_metrics import CONTENT_TYPE, ApiMetrics
 from cluster.api_models import (
     ChatRequest,
@@ -48,6 +49,7 @@ from cluster.api_tools import (
     tokenize,
     tokenizer_info,
 )
+from cluster.live_feed import LiveFeed
 from scheduler.errors import EngineUnavailable, HaversackError
 
 logger = logging.getLogger(__name__)
@@ -79,8 +81,10 @@ def create_app(settings: ApiSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.created = int(time.time())
-    app.state.metrics = ApiMetrics(lambda: _engine(app).stats)
+    app.state.metrics = ApiMetrics(settings.engine.name, lambda: _engine(app).stats)
+    app.state.feed = LiveFeed(lambda: _engine(app).look())
     app.include_router(router)
+    app.include_router(live_router)
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
     app.add_exception_handler(HaversackError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

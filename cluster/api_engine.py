@@ -16,15 +16,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from cluster import otel
 from cluster.api_errors import RequestCancelled, UnknownModel
 from cluster.api_settings import ApiSettings
 from cluster.api_text import TokenStrings
 from cluster.client import Client
 from cluster.detokenizer import TokenTable
 from cluster.handle import RequestHandle
+from cluster.live_feed import MAX_ENDED, MAX_LIVE, Look
 from cluster.prompts import Prompt
 from cluster.scoring import Score, ScoringParams
 from scheduler.errors import (
@@ -34,7 +37,7 @@ from scheduler.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from scheduler.messages import SchedulerStats
+from scheduler.outbox import EngineStats
 from scheduler.outputs import RequestOutput
 from scheduler.sampling_params import SamplingParams
 
@@ -71,6 +74,7 @@ class ApiEngine:
             EngineUnavailable: it is not there.
             ModelNotFound: the model itself is not to be had here.
         """
+        otel.start_exporting()
         self.settings = settings
         self._client = Client(settings.engine, start=False)
         self._table = _table_of(self._client)
@@ -80,7 +84,7 @@ class ApiEngine:
         self._long = ThreadPoolExecutor(_LONG_THREADS, "haversack-api-score")
         self._live_ids: set[str] = set()
         self._closing = threading.Event()
-        self._stats: SchedulerStats | None = None
+        self._stats: EngineStats | None = None
         self._stats_s = time.monotonic()
         self._trouble: str | None = None
         self._look()
@@ -91,6 +95,7 @@ class ApiEngine:
         """Leave the engine; what is under way is cancelled."""
         self._closing.set()
         self._client.close()
+        otel.flush()
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 
@@ -151,7 +156,7 @@ class ApiEngine:
     # -------------------------------------------------------------------------------- its health
 
     @property
-    def stats(self) -> SchedulerStats | None:
+    def stats(self) -> EngineStats | None:
         """The engine's counters of a moment ago; None where they are not known."""
         return self._stats
 
@@ -162,7 +167,7 @@ class ApiEngine:
         age_s = time.monotonic() - self._stats_s
         if age_s > _STALE_S:
             return f"the engine has not answered for {age_s:.0f} s"
-        if self._stats is not None and self._stats.num_workers == 0:
+        if self._stats is not None and self._stats.scheduler.num_workers == 0:
             return "no worker is there to compute requests"
         return None
 
@@ -172,7 +177,7 @@ class ApiEngine:
 
     def _look(self) -> None:
         try:
-            self._stats = self._client.stats().scheduler
+            self._stats = self._client.stats()
             self._stats_s = time.monotonic()
             self._trouble = None
         except HaversackError as error:
@@ -190,12 +195,29 @@ class ApiEngine:
         gone.close()
         logger.warning("joined the engine again")
 
+    async def look(self) -> Look:
+        """Look at the engine for those who watch it.
+
+        Raises:
+            EngineUnavailable: it does not answer.
+        """
+        return await self.run(self._look_closely)
+
+    def _look_closely(self) -> Look:
+        client = self._client
+        return Look(
+            self.served_name,
+            client.lives(MAX_LIVE, MAX_ENDED),
+            client.workers(),
+            client.stats().scheduler,
+        )
+
     # ----------------------------------------------------------------------------------- requests
 
     async def run(self, work: Callable[..., Found], *args: Any, **keywords: Any) -> Found:
         """Have something quick done in a thread, and return or raise what it does."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._short, partial(work, *args, **keywords))
+        loop, inside = asyncio.get_running_loop(), copy_context()
+        return await loop.run_in_executor(self._short, partial(inside.run, work, *args, **keywords))
 
     @asynccontextmanager
     async def requests(
@@ -262,7 +284,8 @@ class ApiEngine:
         """
         stopped = threading.Event()
         with self._claimed([options.request_id]):
-            future = self._long.submit(self._score, pairs, params, options, stopped)
+            inside = copy_context()
+            future = self._long.submit(inside.run, self._score, pairs, params, options, stopped)
             try:
                 return await asyncio.shield(asyncio.wrap_future(future))
             finally:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from cluster.otel import is_traceparent
 from scheduler.codec import IntArray, int_array
 from scheduler.errors import InvalidRequest
 from scheduler.sampling_params import SEED_LIMIT, SamplingParams
@@ -83,6 +84,7 @@ def check_arguments(
     cache_salt: Any,
     timeout_s: Any = None,
     detached: Any = False,
+    traceparent: Any = None,
 ) -> None:
     """Check the types of what comes with a prompt.
 
@@ -110,12 +112,17 @@ def check_arguments(
             "a finite number of seconds > 0, or None",
         ),
         "detached": (type(detached) is bool, "True or False"),
+        "traceparent": (
+            traceparent is None or is_traceparent(traceparent),
+            "version, trace id, parent id and flags as W3C writes them, or None",
+        ),
     }
     values = {
         "priority": priority,
         "cache_salt": cache_salt,
         "timeout_s": timeout_s,
         "detached": detached,
+        "traceparent": traceparent,
     }
     for param, (holds, allowed) in rules.items():
         if not holds:

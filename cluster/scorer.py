@@ -310,6 +310,7 @@ def _score(
         num_truncated_tokens=place.num_truncated_tokens,
         num_cached_tokens=output.num_cached_tokens or 0,
         index=place.index,
+        lives=tuple(each.life for each in output.outputs if each.life is not None),
     )
 
 

@@ -19,6 +19,7 @@ from ray.serve.schema import LoggingConfig
 
 from cluster.api import create_app
 from cluster.api_settings import MAX_PORT, ApiSettings
+from cluster.otel import environment
 from scheduler.errors import InvalidConfig, StartupFailed
 
 _MAX_ONGOING = 10_000
@@ -106,7 +107,7 @@ def _deployment(settings: ApiSettings) -> Any:
 
     @serve.deployment(
         name="api",
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0} | _exporting(),
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=_ANSWER_S,
     )
@@ -115,6 +116,12 @@ def _deployment(settings: ApiSettings) -> Any:
         """The endpoint's replica; all that it does is the application's."""
 
     return HaversackApi
+
+
+def _exporting() -> dict[str, Any]:
+    """Return options by which the replica exports spans as this process does."""
+    variables = environment()
+    return {"runtime_env": {"env_vars": variables}} if variables else {}
 
 
 def _serve_address() -> tuple[str, int] | None:

@@ -83,17 +83,18 @@ def test_the_tokenizer_and_the_model_are_described(http: httpx.Client, api: open
 
 def test_prometheus_reads_the_engines_counters(http: httpx.Client, engine: EngineClient) -> None:
     http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
-    finished = engine.stats().scheduler.num_finished
+    finished = engine.stats().scheduler.finished_by_reason["length"]
+    wanted = f'haversack_requests_finished_total{{engine="http",reason="length"}} {finished:.1f}'
 
     def lines() -> list[str]:
         answer = http.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         return answer.text.splitlines()
 
-    wait_for(lambda: f"haversack_finished_total {finished:.1f}" in lines(), "counters are told")
+    wait_for(lambda: wanted in lines(), "counters are told")
     text = lines()
     assert "# TYPE haversack_workers gauge" in text
-    assert "haversack_workers 2.0" in text
+    assert 'haversack_workers{engine="http"} 2.0' in text
     wanted = 'haversack_http_requests_total{route="/v1/completions",status="200"}'
     assert any(line.startswith(wanted) for line in text)
 
