@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from cluster.api_bodies import BodyRoute
 from cluster.api_choices import ChatAnswer, CompletionAnswer
 from cluster.api_engine import ApiEngine
 from cluster.api_errors import (
@@ -28,7 +29,7 @@ from cluster.api_errors import (
     answer_to_invalid,
     error_answer,
 )
-from cluster.api_generation import Json, chat, complete
+from cluster.api_generation import chat, complete
 from cluster.api_guard import Guard
 from cluster.api_metrics import CONTENT_TYPE, ApiMetrics
 from cluster.api_models import (
@@ -39,9 +40,10 @@ from cluster.api_models import (
     TokenizeRequest,
 )
 from cluster.api_settings import ApiSettings
-from cluster.api_streaming import unless_gone
+from cluster.api_streaming import Json, unless_gone
 from cluster.api_tools import (
     ScoreAnswer,
+    Text,
     Tokens,
     detokenize,
     score,
@@ -52,7 +54,7 @@ from scheduler.errors import EngineUnavailable, HaversackError
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/completions": tuple(CompletionRequest.model_fields),
     "/v1/chat/completions": tuple(ChatRequest.model_fields),
@@ -122,22 +124,20 @@ async def score_continuations(body: ScoreRequest, request: Request) -> Response:
 @router.post("/tokenize", response_model=Tokens)
 async def tokenize_text(body: TokenizeRequest, request: Request) -> Response:
     """Return the token ids of a text or of a conversation."""
-    engine = _engine_of(request)
-    return await unless_gone(request.receive, engine.run(tokenize, engine, body))
+    return await unless_gone(request.receive, tokenize(_engine_of(request), body))
 
 
-@router.post("/detokenize")
-async def detokenize_ids(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+@router.post("/detokenize", response_model=Text)
+async def detokenize_ids(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids."""
-    engine = _engine_of(request)
-    return await unless_gone(request.receive, engine.run(detokenize, engine, body))
+    return await unless_gone(request.receive, detokenize(_engine_of(request), body))
 
 
 @router.get("/tokenizer_info")
 async def tokenizer(request: Request) -> dict[str, Any]:
     """Return what a client needs to know of the tokenizer."""
     engine = _engine_of(request)
-    return await engine.run(tokenizer_info, engine)
+    return await engine.run(tokenizer_info, engine.texts)
 
 
 @router.get("/v1/models")
@@ -151,7 +151,7 @@ async def models(request: Request) -> dict[str, Any]:
             "created": request.app.state.created,
             "owned_by": "haversack",
             "root": engine.settings.engine.model,
-            "max_model_len": engine.max_model_len,
+            "max_model_len": engine.texts.max_model_len,
         }
         for name in engine.settings.served_names
     ]
@@ -164,7 +164,7 @@ async def health(request: Request) -> Response:
     trouble = _engine_of(request).trouble()
     if trouble is not None:
         return _respond(answer_to(EngineUnavailable(trouble)))
-    return Json({"status": "ok"})
+    return Json(b'{"status":"ok"}')
 
 
 @router.get("/metrics")
@@ -199,6 +199,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     # What goes wrong while a body is read arrives wrapped.
     if isinstance(error.__cause__, HaversackError):
         return await _refused(request, error.__cause__)
+    if isinstance(error.__cause__, RequestValidationError):
+        return await _invalid(request, error.__cause__)
     if not isinstance(error, HTTPException):
         return await _unexpected(request, error)
     path = f"{request.method} {request.url.path}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from scheduler.errors import (
+    Cancelled,
     DeadlineExceeded,
     DuplicateRequest,
     EngineUnavailable,
@@ -43,10 +44,6 @@ class BodyTooLarge(HaversackError):
     """The body of the HTTP request is larger than this endpoint takes."""
 
 
-class RequestCancelled(HaversackError):
-    """The request was cancelled before it was done, by its client or by an operator."""
-
-
 class _Kind(NamedTuple):
     status: int
     type: str
@@ -62,7 +59,7 @@ _KINDS: dict[type[HaversackError], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error", "invalid_value"),
     ModelNotFound: _Kind(400, "invalid_request_error", "no_tokenizer"),
     Overloaded: _Kind(429, "rate_limit_error", "overloaded"),
-    RequestCancelled: _Kind(499, "request_cancelled", "request_cancelled"),
+    Cancelled: _Kind(499, "request_cancelled", "request_cancelled"),
     DeadlineExceeded: _Kind(503, "service_unavailable_error", "deadline_exceeded"),
     EngineUnavailable: _Kind(503, "service_unavailable_error", "engine_unavailable"),
     NumericalError: _Kind(500, "server_error", "numerical_error"),

@@ -1,8 +1,9 @@
 """Rows of the evaluation tasks, made from this repository's own prose, the same every time.
 
-Sentences of the README and of the docs are cut in two. What is asked is which of four endings is the
-right one, how a model continues the beginning, and how probable the texts are as a whole. The module is loaded by lm-evaluation-harness, from the YAML files beside it, and imports
-nothing of this project.
+Sentences of the README and of the docs are cut in two. What is asked is which of four endings is
+the right one, how a model continues the beginning, and how probable the texts are as a whole. The
+module is loaded by lm-evaluation-harness, from the YAML files beside it, and imports nothing of
+this project.
 """
 
 from __future__ import annotations
