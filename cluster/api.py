@@ -18,13 +18,14 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from cluster.api_bodies import BodyRoute
 from cluster.api_choices import ChatAnswer, CompletionAnswer
 from cluster.api_engine import ApiEngine
 from cluster.api_errors import (
     ErrorAnswer,
+    ErrorBody,
     answer_to,
     answer_to_invalid,
     error_answer,
@@ -54,7 +55,19 @@ from scheduler.errors import EngineUnavailable, HaversackError
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(
+    route_class=BodyRoute,
+    responses={
+        "4XX": {"model": ErrorBody, "description": "The request is wrong, or was not let in"},
+        "5XX": {
+            "model": ErrorBody,
+            "description": "The engine can't compute it, or not now",
+        },
+    },
+)
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer, or a stream's events"}
+}
 _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/completions": tuple(CompletionRequest.model_fields),
     "/v1/chat/completions": tuple(ChatRequest.model_fields),
@@ -103,13 +116,13 @@ def _engine_of(request: Request) -> ApiEngine:
 # ------------------------------------------------------------------------------------- routes
 
 
-@router.post("/v1/completions", response_model=CompletionAnswer)
+@router.post("/v1/completions", response_model=CompletionAnswer, responses=_STREAMS)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, score them, or both."""
     return await unless_gone(request.receive, complete(_engine_of(request), body))
 
 
-@router.post("/v1/chat/completions", response_model=ChatAnswer)
+@router.post("/v1/chat/completions", response_model=ChatAnswer, responses=_STREAMS)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer the last message of a conversation."""
     return await unless_gone(request.receive, chat(_engine_of(request), body))
@@ -167,7 +180,7 @@ async def health(request: Request) -> Response:
     return Json(b'{"status":"ok"}')
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return counters in Prometheus' text format."""
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE)

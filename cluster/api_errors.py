@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from typing_extensions import TypedDict
 
 from scheduler.errors import (
     Cancelled,
@@ -68,13 +69,29 @@ _KINDS: dict[type[HaversackError], _Kind] = {
 _UNEXPECTED = _Kind(500, "server_error", "internal_error")
 
 
+class ErrorObject(TypedDict):
+    """What a client is told of an error, in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field that is wrong."""
+    code: str | None
+    """Which kind of error it is, for programs."""
+
+
+class ErrorBody(TypedDict):
+    """The body of an answer that tells of an error, or an event of a stream that does."""
+
+    error: ErrorObject
+
+
 class ErrorAnswer(NamedTuple):
-    """What a client is told of an error."""
+    """How an error is answered."""
 
     status: int
     headers: dict[str, str]
-    error: dict[str, Any]
-    """The error object; in a body or an event it stands under "error"."""
+    error: ErrorObject
 
     @property
     def body(self) -> bytes:
@@ -111,7 +128,7 @@ def error_answer(
     headers: dict[str, str] | None = None,
 ) -> ErrorAnswer:
     """Return an answer in OpenAI's shape; halves of characters in the texts become "?"."""
-    error = {
+    error: ErrorObject = {
         "message": _sendable(message),
         "type": type_,
         "param": None if param is None else _sendable(param),

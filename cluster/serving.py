@@ -18,7 +18,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private.state import jobs
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.schema import LoggingConfig
@@ -138,10 +137,17 @@ def _end_with(job_id: str, name: str) -> None:
     """Take the application down when the process that deployed it is no more."""
     while True:
         with contextlib.suppress(RayError):  # Ray's head may be away for a while
-            if any(job["JobID"] == job_id and job["IsDead"] for job in jobs()):
+            if any(job["JobID"] == job_id and job["IsDead"] for job in _jobs()):
                 serve.delete(name, _blocking=False)
                 return
         time.sleep(_LOOK_EVERY_S)
+
+
+def _jobs() -> list[dict[str, Any]]:
+    """Return what Ray knows of its drivers, those that have ended included."""
+    state: Any = ray._private.state.state
+    found: list[dict[str, Any]] = state.job_table()
+    return found
 
 
 def _serve_address() -> tuple[str, int] | None:
