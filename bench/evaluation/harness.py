@@ -88,7 +88,7 @@ class Harness:
             if done.returncode:
                 lines = [line for line in done.stdout.splitlines() if line.strip()]
                 raise HarnessFailed("\n".join(lines[-_TAIL_LINES:]))
-            return _read(Path(folder), tasks)
+            return found_in(Path(folder), tasks)
 
     @staticmethod
     def command(
@@ -107,7 +107,8 @@ class Harness:
         ]
 
 
-def _read(folder: Path, tasks: Sequence[str]) -> Found:
+def found_in(folder: Path, tasks: Sequence[str]) -> Found:
+    """Return what the harness wrote into a folder."""
     found = Found()
     results = json.loads(next(folder.rglob("results_*.json")).read_text())["results"]
     for task in tasks:
