@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 
@@ -25,7 +26,7 @@ from cluster.api_models import (
     prompts_of,
 )
 from cluster.api_settings import Limits
-from cluster.api_streaming import Bytes, EventStream, Json, event, merged
+from cluster.api_streaming import EventStream, Json, merged
 from cluster.handle import RequestHandle
 from scheduler.errors import InvalidRequest
 from scheduler.outputs import RequestOutput
@@ -195,7 +196,7 @@ def _results(
 
 async def _events(
     engine: ApiEngine, job: _Job, handles: Sequence[RequestHandle]
-) -> AsyncIterator[Bytes]:
+) -> AsyncIterator[Any]:
     """Yield the events of a stream."""
     streams = [
         PromptStream(job.form, place, handle.submission.prompt_token_ids, job.text(place))
@@ -215,4 +216,4 @@ async def _events(
         yield events
     if job.body.wants_usage_event:
         results = _results(job, handles, [handle.result(0) for handle in handles])
-        yield event({**job.form.answer, "choices": [], "usage": usage(results)})
+        yield {**job.form.answer, "choices": [], "usage": usage(results)}

@@ -84,17 +84,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Bytes], resources: AsyncExitStack) -> None:
+    def __init__(self, answers: AsyncIterator[Any], resources: AsyncExitStack) -> None:
         """Take over what is to be given back when the stream is over.
 
         Args:
-            events: one or several at once; see `event`.
+            answers: each the JSON of an event; or bytes that are events already, see `event`.
             resources: what goes with them.
         """
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events = events
+        self._answers = answers
         self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,8 +107,9 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await _send_start(send, self)
         try:
-            async for events in self._events:
-                await _send_parts(send, events)
+            async for answer in self._answers:
+                is_made = isinstance(answer, (bytes, np.ndarray))
+                await _send_parts(send, answer if is_made else event(answer))
         except HaversackError as error:
             await _send_part(send, event({"error": answer_to(error).error}))
         await _send_part(send, _DONE, more=False)

@@ -14,7 +14,7 @@ import contextlib
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import serve
@@ -77,7 +77,7 @@ class Endpoint:
                     logging_config=logging_config,
                 )
             serve.run(
-                _deployment(settings, self._name).bind(),
+                deployment(settings, _Owner(_job_id(), self._name)).bind(),
                 name=self._name,
                 route_prefix=route_prefix,
                 logging_config=logging_config,
@@ -111,8 +111,22 @@ class Endpoint:
                 serve.delete(self._name)
 
 
-def _deployment(settings: ApiSettings, name: str) -> Any:
-    job_id = ray.get_runtime_context().get_job_id()
+class _Owner(NamedTuple):
+    """Whom an application ends with."""
+
+    job_id: str
+    """Of the process, which is a driver of Ray's."""
+    application: str
+    """The application's name."""
+
+
+def deployment(settings: ApiSettings, owner: _Owner | None = None) -> Any:
+    """Return Serve's deployment of an endpoint, to be bound.
+
+    Args:
+        settings: see `Endpoint`.
+        owner: whom it ends with; None: it stays until it is taken down.
+    """
 
     def app() -> Any:
         return create_app(settings)
@@ -128,19 +142,24 @@ def _deployment(settings: ApiSettings, name: str) -> Any:
         """The endpoint's replica; all that it answers is the application's."""
 
         def __init__(self) -> None:
-            threading.Thread(target=_end_with, args=(job_id, name), daemon=True).start()
+            if owner is not None:
+                threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
 
     return HaversackApi
 
 
-def _end_with(job_id: str, name: str) -> None:
-    """Take the application down when the process that deployed it is no more."""
+def _end_with(owner: _Owner) -> None:
+    """Take the application down when its owner is no more."""
     while True:
         with contextlib.suppress(RayError):  # Ray's head may be away for a while
-            if any(job["JobID"] == job_id and job["IsDead"] for job in _jobs()):
-                serve.delete(name, _blocking=False)
+            if any(job["JobID"] == owner.job_id and job["IsDead"] for job in _jobs()):
+                serve.delete(owner.application, _blocking=False)
                 return
         time.sleep(_LOOK_EVERY_S)
+
+
+def _job_id() -> str:
+    return str(ray.get_runtime_context().get_job_id())
 
 
 def _jobs() -> list[dict[str, Any]]:
