@@ -219,7 +219,7 @@ def test_rows_come_through_a_pipe_and_go_into_one(shell: CliRunner, client: Clie
 
 def test_the_benchmarks_are_listed() -> None:
     facts = answer(CliRunner(), "bench")
-    assert {"memory", "resilience"} <= set(facts["benchmarks"])
+    assert {"memory", "resilience", "evaluation"} <= set(facts["benchmarks"])
     assert "What evictions, migrations" in CliRunner().invoke(app, ["bench"]).stdout
 
 

@@ -164,6 +164,28 @@ def test_a_score_ends_with_its_client(main_url: str, engine: Client) -> None:
     assert engine.stats().scheduler.num_finished < before + 199
 
 
+def test_an_operator_cancels_a_score(http: httpx.Client, engine: Client) -> None:
+    def cancel() -> None:
+        wait_for(lambda: bool(engine.requests()), "it is under way")
+        for info in engine.requests():
+            engine.cancel(info.request_id)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    body = {
+        "context": "a" * 400,
+        "continuations": [" b" * i for i in range(1, 200)],
+        "skip_reading_prefix_cache": True,
+        "request_id": "doomed-score",
+    }
+    answer = http.post("/score", json=body)
+    thread.join()
+    assert answer.status_code == 499
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("request_cancelled", "request_cancelled")
+    assert "cancelled" in error["message"]
+
+
 def test_an_operator_who_cancels_is_named(http: httpx.Client, engine: Client) -> None:
     """A stream that has begun can't take back its status: the error is an event."""
     body = LONG | {"stream": True, "request_id": "doomed"}
