@@ -32,7 +32,7 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
 
 COMMANDS = [
     *("version", "status", "top", "requests", "evict", "migrate", "drain", "pull", "generate"),
-    *("logprobs", "score", "bench", "serve"),
+    *("logprobs", "score", "bench", "serve", "start", "stop"),
 ]
 
 
@@ -121,6 +121,8 @@ def test_the_version_is_the_installed_one(shell: CliRunner) -> None:
         (["score", "-", "-k", "-2"], "InvalidRequest"),
         (["score", "-", "--input-format", "csv"], "InvalidRequest"),
         (["bench", "no-such-bench"], "InvalidRequest"),
+        (["start", "--num-workers", "7"], "InvalidConfig"),
+        (["stop", "--name", "nobody"], "EngineUnavailable"),
     ],
 )
 def test_what_a_user_did_wrong_is_said(shell: CliRunner, arguments: list[str], error: str) -> None:
