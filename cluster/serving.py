@@ -69,7 +69,7 @@ class Endpoint:
                     logging_config=logging_config,
                 )
             serve.run(
-                _deployment(settings).bind(),
+                deployment(settings).bind(),
                 name=self._name,
                 route_prefix=route_prefix,
                 logging_config=logging_config,
@@ -100,7 +100,9 @@ class Endpoint:
                 serve.delete(self._name)
 
 
-def _deployment(settings: ApiSettings) -> Any:
+def deployment(settings: ApiSettings) -> Any:
+    """Return Serve's deployment of an endpoint, to be bound."""
+
     def app() -> Any:
         return create_app(settings)
 

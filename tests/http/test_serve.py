@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import ray
+from ray import serve
 
-from cluster import Client
+from cluster import Client, InvalidConfig
+from cluster.serve_app import build
 from tests.engine.conftest import DEADLINE_S
 
 pytestmark = pytest.mark.slow
@@ -53,3 +56,22 @@ def test_it_serves_until_it_is_interrupted(
         finally:
             process.kill()
     assert shared_engine.workers()
+
+
+def test_serves_own_tools_can_deploy_it(
+    shared_engine: Client, main_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a RayService does: from an import path, arguments and an environment."""
+    monkeypatch.setenv("HAVERSACK_API_KEY", "sesame,poppy")
+    namespace = str(shared_engine.info.settings["namespace"])
+    where = {"name": "http", "namespace": namespace, "served_model_name": "mine"}
+    serve.run(build(where), name="built", route_prefix="/built")
+    try:
+        url = f"{main_url}/built/v1/models"
+        assert httpx.get(url).status_code == 401
+        found = httpx.get(url, headers={"Authorization": "Bearer poppy"}).json()
+        assert [model["id"] for model in found["data"]] == ["mine"]
+    finally:
+        serve.delete("built")
+    with pytest.raises(InvalidConfig, match="served_model_name"):
+        build({"model": "mine"})

@@ -115,6 +115,7 @@ def test_numbers_of_workers_that_contradict_each_other_are_refused(
     assert caught.value.details["field"] == field
     assert load(min_workers=1, num_workers=1, max_workers=1).max_workers == 1
 
+
 BAD_VALUES = [
     *[
         (name, bad)
