@@ -29,6 +29,7 @@ from scheduler.actor import CONCURRENCY_GROUPS, EngineSpec, SchedulerActor
 from scheduler.calls import Timeouts
 from scheduler.errors import EngineUnavailable, HaversackError, StartupFailed
 from scheduler.restarts import RestartLimits
+from scheduler.scaling import ScalingLimits
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +217,7 @@ def engine_spec(
             max_restarts=config.max_worker_restarts,
             max_in_first_step=config.max_num_seqs.bit_length(),
         ),
+        scaling=_scaling(config, num_workers),
     )
     return spec, fleet
 
@@ -297,6 +299,14 @@ def _workers_at_start(config: EngineConfig, num_gpus: float) -> int:
     has = int(resources("cluster_resources").get("GPU", 0) / num_gpus) if num_gpus else 1
     least = config.min_workers or 1
     return max(least, min(has, config.max_workers or has))
+
+
+def _scaling(config: EngineConfig, num_workers: int) -> ScalingLimits | None:
+    """Return between how many workers the engine follows its load, None where it does not."""
+    least, most = config.min_workers or num_workers, config.max_workers or num_workers
+    if least == most:
+        return None
+    return ScalingLimits(least, most, config.target_queue_s, config.worker_idle_s)
 
 
 def _threads_per_worker(config: EngineConfig) -> int:

@@ -69,6 +69,7 @@ from scheduler.messages import (
 )
 from scheduler.outbox import PollAnswer
 from scheduler.request import Request
+from scheduler.scaling import Load
 from scheduler.state import SchedulerState
 from scheduler.store_calls import StoreCalls
 from scheduler.worker_calls import OnLost, OnStopped, WorkerCalls
@@ -227,6 +228,10 @@ class SchedulerLoop:
     def stats(self) -> SchedulerStats:
         self._lifetime.check()
         return self._state.stats()
+
+    def load(self) -> Load:
+        """Return what there is to do and was done, for all workers but those that are drained."""
+        return self._state.load(self._clock())
 
     def journal_stats(self) -> dict[str, Any] | None:
         """Return what the journal says of itself; None where there is none."""

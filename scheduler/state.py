@@ -60,7 +60,7 @@ from scheduler.invariants import check_invariants
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.messages import RequestInfo, SchedulerStats, Submission, WorkerReport
 from scheduler.migration import start_migration, take_copy
-from scheduler.reports import request_info, worker_report
+from scheduler.reports import load_of, request_info, worker_report
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
@@ -71,6 +71,7 @@ from scheduler.residency import (
     load,
     requeue,
 )
+from scheduler.scaling import Load
 from scheduler.stepping import fail_batch, start_steps, suspect_batch, take_batch
 from scheduler.submissions import content_hash, submission_of
 
@@ -122,6 +123,12 @@ class SchedulerState:
         stats.num_row_cache_blocks = core.row_cache.num_blocks
         stats.num_row_cache_bytes = core.row_cache.num_bytes
         return stats
+
+    def load(self, now_s: float) -> Load:
+        """Return what there is to do and was done."""
+        core = self._core
+        staying = [worker for worker in core.workers.values() if not worker.is_draining]
+        return load_of(core.head(), core.num_queued_tokens, staying, core.stats, now_s)
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
         """Return what operators see of each live request, in order of service."""
