@@ -3,7 +3,7 @@
 Only the lines that are marked EDIT differ from the file, and the engine is a tiny one. There is no
 package index, as in a closed network: the packages lie on the machines, and what is to be installed
 is Haversack. An operator's machine, which is no part of the cluster, does everything over the
-network: it starts the cluster, submits to it and takes it down.
+network: it starts the cluster, submits to it and takes it down. One machine is a spot instance.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import sysconfig
 import venv
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import pytest
 import yaml
 
 from tests.hosts.conftest import Console, engine_settings, make_fleet, wait_for
-from tests.hosts.fleet import Fleet, Host
-from tests.hosts.ray_on_hosts import ENVIRONMENT, PYTHON, ROOT, drain_node, has_ray
+from tests.hosts.fleet import SYSTEM_PATH, Fleet, Host
+from tests.hosts.ray_on_hosts import ENVIRONMENT, PYTHON, ROOT, ray_address
 
 pytestmark = pytest.mark.slow
 
@@ -53,10 +54,6 @@ class Cluster:
         command = f'cd {HOME}/checkout && exec "$0" "$@"'
         ray = [PYTHON.parent / "ray", *arguments]
         return self.operator.run(["bash", "-c", command, *ray], ENVIRONMENT, timeout_s=UP_S)
-
-    def on_head(self, command: str) -> str:
-        """Run a command as an operator does on the head."""
-        return self.ray("exec", "ray_config.yaml", command)
 
 
 def copy_checkout(target: Path) -> None:
@@ -96,13 +93,83 @@ def bake_packages(host: Host) -> None:
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    # As a file name is added and not its folder, that folder's own .pth files, and with them the
-    # checkout that the tests run in, stay out.
+    # Folders that are named in a .pth file have no .pth files of their own read, and so the checkout
+    # that these tests belong to, which was installed by one, stays out.
     (site / "packages.pth").write_text("\n".join(sorted(paths)) + "\n")
     ray = folder / "bin" / "ray"
     body = (PYTHON.parent / "ray").read_text().partition("\n")[2]
     ray.write_text(f"#!{HOME}/haversack/.venv/bin/python\n{body}")
     ray.chmod(0o755)
+
+
+class SpotInstance:
+    """A machine that its cloud may take away, and that listens for it as those on AWS do."""
+
+    def __init__(self, host: Host, head: Host) -> None:
+        """Begin to listen."""
+        self._told = host.folder / "tmp" / "notice"
+        server = host.start([PYTHON, "-m", "tests.hosts.metadata", HOME / "notice"], ENVIRONMENT)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        script = HOME / "haversack" / "cluster" / "deploy" / "watch_notice.sh"
+        environment = ENVIRONMENT | {"PATH": f"{HOME}/haversack/.venv/bin:{SYSTEM_PATH}"}
+        host.start([script, "aws", ray_address(head)], environment)
+
+    def tell(self, left_s: float) -> None:
+        """Have the cloud say when it ends the machine."""
+        end = datetime.now(timezone.utc) + timedelta(seconds=left_s)
+        self._told.with_suffix(".new").write_text(end.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        self._told.with_suffix(".new").rename(self._told)
+
+
+class Operator:
+    """Who submits from outside of the cluster, and compares."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Join the engine, and note what requests look like that nothing happens to."""
+        address = {"ray_address": f"ray://{cluster.head.address}:10001", "start": False}
+        self.console = Console(cluster.operator, address, num_requests=4)
+        self._machines = sorted(host.address for host in cluster.machines)
+        self._undisturbed = self.console.run("calm")
+
+    def begin(self, name: str, host: Host) -> list[str]:
+        """Submit, and return when a request is in the middle of its prompt on a host."""
+        request_ids: list[str] = self.console.ask("submit", name=name)["request_ids"]
+        self.console.ask(
+            "wait_for_prefill", address=host.address, num_computed_tokens=NUM_COMPUTED_TOKENS
+        )
+        return request_ids
+
+    def num_lost(self, request_ids: list[str]) -> int:
+        """Wait for results, which are as if nothing had happened; return how many lost a worker."""
+        found: dict[str, Any] = self.console.ask("results", request_ids=request_ids)
+        assert found["bits"] == self._undisturbed
+        return sum(each["num_workers_lost"] > 0 for each in found["stats"])
+
+    def wait_until_whole(self) -> dict[str, Any]:
+        """Wait until nothing is left of any request and each machine has a worker."""
+        found = self.console.ask("wait_until_idle", num_workers=2)
+        where = sorted(worker["address"] for worker in found["workers"].values())
+        assert where == self._machines
+        assert found["scheduler"]["num_recomputed_rows"] == 0
+        return found
+
+
+def listening(host: Host) -> dict[int, set[str]]:
+    """Who may reach which ports of a host: "all", or "self"."""
+    found: dict[int, set[str]] = {}
+    for line in host.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"]).splitlines():
+        _, local, _, state, *_ = line.split()
+        if state == "0A":
+            address, port = local.split(":")
+            is_loopback = address in ("0100007F", "00000000000000000000000001000000")
+            found.setdefault(int(port, 16), set()).add("self" if is_loopback else "all")
+    return found
+
+
+def is_clean(host: Host) -> bool:
+    """Whether no process of what `ray up` installed is left on a host."""
+    return not host.says("grep -qsz haversack/.venv /proc/[0-9]*/cmdline")
 
 
 @pytest.fixture
@@ -111,53 +178,34 @@ def cluster(tmp_path: Path, tiny_model: Path) -> Iterator[Cluster]:
         yield Cluster(fleet, tiny_model)
 
 
-def test_a_cluster_comes_up_outlives_its_machines_and_goes(
-    cluster: Cluster,
-) -> None:
+def test_a_cluster_comes_up_outlives_its_machines_and_goes(cluster: Cluster) -> None:
+    """One machine is to go and is left in time, one is cut off and comes back, one loses power."""
     first, second = cluster.machines
     cluster.ray("up", "-y", "ray_config.yaml")
-    address = {"ray_address": f"ray://{cluster.head.address}:10001", "start": False}
-    client = Console(cluster.operator, address, num_requests=4)
-    undisturbed = client.run("calm")
-
-    def begin(name: str, host: Host) -> list[str]:
-        """Submit, and return when a request is in the middle of its prompt on a host."""
-        request_ids: list[str] = client.ask("submit", name=name)["request_ids"]
-        client.ask(
-            "wait_for_prefill", address=host.address, num_computed_tokens=NUM_COMPUTED_TOKENS
-        )
-        return request_ids
-
-    def assert_same_bits(request_ids: list[str]) -> list[dict[str, int]]:
-        found: dict[str, Any] = client.ask("results", request_ids=request_ids)
-        assert found["bits"] == undisturbed
-        return found["stats"]
-
-    def wait_for_both() -> None:
-        found = client.ask("wait_until_idle", num_workers=2)
-        where = sorted(worker["address"] for worker in found["workers"].values())
-        assert where == sorted(host.address for host in cluster.machines), "one each"
-        assert found["scheduler"]["num_recomputed_rows"] == 0
-
-    wait_for_both()
-    parts = client.ask("parts")
+    operator = Operator(cluster)
+    operator.wait_until_whole()
+    parts = operator.console.ask("parts")
     assert parts["scheduler"]["host"] == parts["store"]["host"] == cluster.head.name
+    ports = listening(cluster.head)
+    assert (ports[6379], ports[10001], ports[8265]) == ({"all"}, {"all"}, {"self"})
+    assert 8000 not in ports, "no HTTP unless it was asked for"
 
-    request_ids = begin("drained", first)
-    drain_node(cluster.head, client.ask("nodes")[first.address], 60)
-    assert not any(each["num_workers_lost"] for each in assert_same_bits(request_ids))
+    spot = SpotInstance(first, cluster.head)
+    request_ids = operator.begin("drained", first)
+    spot.tell(left_s=60.0)
+    assert operator.num_lost(request_ids) == 0
 
-    wait_for_both()
-    request_ids = begin("cut", second)
+    operator.wait_until_whole()
+    request_ids = operator.begin("cut", second)
     second.cut()
-    assert any(each["num_workers_lost"] for each in assert_same_bits(request_ids))
+    assert operator.num_lost(request_ids) > 0
     second.restore()
 
-    wait_for_both()
-    request_ids = begin("power", first)
+    assert operator.wait_until_whole()["scheduler"]["num_workers_drained"] == 1
+    request_ids = operator.begin("power", first)
     first.power_off()
-    assert any(each["num_workers_lost"] for each in assert_same_bits(request_ids))
+    assert operator.num_lost(request_ids) > 0
 
     cluster.ray("down", "-y", "ray_config.yaml")
     for host in (cluster.head, second):
-        wait_for(lambda host=host: not has_ray(host), END_S, "Ray has ended")  # type: ignore[misc]
+        wait_for(lambda host=host: is_clean(host), END_S, "all has ended")  # type: ignore[misc]

@@ -86,6 +86,14 @@ def test_workers_are_spot_instances_and_the_head_is_not(repo_root: Path) -> None
     assert "scheduling" not in gcp["head"]["node_config"]
 
 
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_spot_instances_watch_for_the_notice_that_they_end(repo_root: Path, cloud: str) -> None:
+    last = load(repo_root, f"cluster/deploy/{cloud}.yaml")["worker_start_ray_commands"][-1]
+    assert f"~/haversack/cluster/deploy/watch_notice.sh {cloud} $RAY_HEAD_IP:6379 " in last
+    assert last.endswith("< /dev/null &> /dev/null &)"), "or SSH would wait for it"
+    assert (repo_root / "cluster/deploy/watch_notice.sh").exists()
+
+
 @pytest.mark.parametrize("role", ["head", "worker"])
 def test_dead_links_are_noticed_on_every_machine(config: dict[str, Any], role: str) -> None:
     command = start_command(config, role)
@@ -118,7 +126,7 @@ def test_the_last_thing_the_head_does_is_to_start_the_engine(
     last = config["head_start_ray_commands"][-1]
     assert last == f"haversack start --no-wait --config ~/haversack/{ENGINE}"
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in start_command(config, "head")
-    assert not any("haversack" in command for command in config["worker_start_ray_commands"])
+    assert not any("haversack start" in each for each in config["worker_start_ray_commands"])
 
 
 def test_the_engine_of_a_cluster_is_one_that_its_settings_allow(repo_root: Path) -> None:
