@@ -52,7 +52,7 @@ read -r _ || exit 0
 
 # First process of a host. Arguments: its name, its folder, bytes of /dev/shm, and shared paths,
 # which stay visible, read-only, also where they lie under the /tmp that the host's own one hides.
-# Where its folder has settings of an sshd, that runs.
+# Where it has settings of an sshd, that runs.
 # Names of hosts come from a file and no name server is asked: none answers, and a try takes 5 s.
 _BOOT = """
 set -euo pipefail
@@ -68,23 +68,22 @@ done
 mount --bind "$folder/hosts" /etc/hosts
 mount --bind /dev/null /etc/resolv.conf
 mount -t tmpfs -o "mode=1777,size=$shm_bytes" tmpfs /dev/shm
-if [[ -e $folder/sshd_config ]]; then
-    mount --bind "$folder/passwd" /etc/passwd
-    mount -t tmpfs tmpfs /run
-    mkdir /run/sshd
-    "$(type -P sshd)" -f "$folder/sshd_config" -E "$folder/sshd.log"
-fi
 mount --rbind "$folder/tmp" /tmp
 cd /
+if [[ -e /tmp/.ssh/sshd_config ]]; then
+    mount --bind /tmp/.ssh/passwd /etc/passwd
+    mount -t tmpfs tmpfs /run
+    mkdir /run/sshd
+    "$(type -P sshd)" -f /tmp/.ssh/sshd_config -E /tmp/.ssh/log
+fi
 echo ready
 read -r _ || exit 0
 """
 
 
 _SSHD_CONFIG = """
-HostKey {folder}/hostkey
+HostKey /tmp/.ssh/hostkey
 PidFile none
-AuthorizedKeysFile {folder}/key.pub
 StrictModes no
 UsePAM no
 UseDNS no
@@ -185,7 +184,7 @@ class Fleet:
         names = ["127.0.0.1 localhost", *(f"{each.address} {each.name}" for each in self.hosts)]
         (host.folder / "hosts").write_text("\n".join(names) + "\n")
         if self._has_ssh:
-            self._prepare_ssh(host.folder)
+            self._prepare_ssh(host.folder / "tmp")
         arguments = [host.name, str(host.folder), str(self._shm_bytes), *self._shared]
         pid = self._hold(host.name, _MACHINE, _BOOT, arguments)
         self._on_switch("link", "add", host.name, "type", "veth", "peer", "eth0", "netns", str(pid))
@@ -194,15 +193,18 @@ class Fleet:
         host.run(["ip", "link", "set", "eth0", "up"])
         host.run(["ip", "route", "add", "default", "via", f"{_SUBNET}.1"])
 
-    def _prepare_ssh(self, folder: Path) -> None:
+    def _prepare_ssh(self, home: Path) -> None:
         """Write what a host's sshd needs, and the files of a fresh account."""
-        if not (folder / "hostkey").exists():
-            _make_key(folder / "hostkey")
-        shutil.copy(self.key.with_suffix(".pub"), folder / "key.pub")
-        (folder / "sshd_config").write_text(_SSHD_CONFIG.format(folder=folder))
+        folder = home / ".ssh"
+        if folder.exists():
+            return
+        folder.mkdir()
+        _make_key(folder / "hostkey")
+        shutil.copy(self.key.with_suffix(".pub"), folder / "authorized_keys")
+        (folder / "sshd_config").write_text(_SSHD_CONFIG)
         users = [u for u in Path("/etc/passwd").read_text().splitlines() if u[:5] != "root:"]
         (folder / "passwd").write_text("\n".join(["root:x:0:0:root:/tmp:/bin/bash", *users, ""]))
-        (folder / "tmp" / ".bashrc").touch()
+        (home / ".bashrc").touch()
 
     def _take_away(self, host: Host) -> None:
         self._on_switch("link", "delete", host.name)

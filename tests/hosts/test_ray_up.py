@@ -93,8 +93,8 @@ def bake_packages(host: Host) -> None:
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    # Folders that are named in a .pth file have no .pth files of their own read, and so the checkout
-    # that these tests belong to, which was installed by one, stays out.
+    # Of a folder that a .pth file names no .pth files are read: so the checkout that these tests
+    # belong to, which was installed by one, stays out.
     (site / "packages.pth").write_text("\n".join(sorted(paths)) + "\n")
     ray = folder / "bin" / "ray"
     body = (PYTHON.parent / "ray").read_text().partition("\n")[2]
