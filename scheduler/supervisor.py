@@ -141,6 +141,14 @@ class _Place:
     """Set while it is ready."""
     info: WorkerInfo | None = None
     ready_s: float = 0.0
+    num_steps_seen: int = 0
+    """Of its worker, at the last look at the load."""
+
+    def has_worked(self) -> bool:
+        """Whether its worker was given a step since this was asked last."""
+        before = self.num_steps_seen
+        self.num_steps_seen = self.worker.num_steps_begun if self.worker is not None else 0
+        return self.num_steps_seen != before
 
 
 class Supervisor:
@@ -490,8 +498,12 @@ class Supervisor:
             staying = [place for place in self._places.values() if not place.is_leaving]
             coming = [place for place in staying if place.worker is None]
             load = engine.load()
-            ready_ids = {place.worker_id for place in staying if place.worker is not None}
-            is_busy = {name: load.is_busy[name] for name in ready_ids & load.is_busy.keys()}
+            # The newest first: of those that have been idle equally long, that one goes.
+            is_busy = {
+                place.worker_id: place.has_worked() or load.is_busy[place.worker_id]
+                for place in reversed(staying)
+                if place.worker_id in load.is_busy and place.worker is not None
+            }
             load = replace(load, is_busy=is_busy)
             change = scaling.look(load, len(coming), self._clock(), self._num_barred())
             if change != Change():

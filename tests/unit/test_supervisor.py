@@ -99,8 +99,10 @@ class FakeEngine:
         self.num_tokens = 0
         """To do; workers have computed 1,000 in a second so far."""
         self.busy = set[str]()
+        self.num_looks = 0
 
     def load(self) -> Load:
+        self.num_looks += 1
         is_busy = {worker_id: worker_id in self.busy for worker_id in self.joined}
         return Load(0.0, self.num_tokens, 100_000, 100.0, is_busy)
 
@@ -214,6 +216,23 @@ def test_an_idle_worker_is_drained_and_nobody_follows_it() -> None:
         assert [worker_id for worker_id, _ in engine.drained] == ["worker-1"]
         assert supervisor.num_ready() == 2
         assert len(fleet.asked) == 3
+
+    run(test)
+
+
+def test_a_worker_that_works_between_two_looks_is_not_idle() -> None:
+    """A request of some milliseconds is gone before anybody looks."""
+
+    async def test() -> None:
+        fleet = FakeFleet()
+        _, engine, workers = await running(fleet, 2, **following())
+        engine.busy = {"worker-0"}
+        for _ in range(10):
+            workers["worker-1"].num_steps_begun += 1
+            num_looks = engine.num_looks
+            await until(lambda seen=num_looks: engine.num_looks > seen)
+            assert engine.drained == []
+        await until(lambda: bool(engine.drained))
 
     run(test)
 
