@@ -19,8 +19,8 @@ from tests.tiny_models import tiny_llama
 BLOCK_SIZE = 8
 SEGMENT_TOKENS = 256
 NUM_PROMPT_TOKENS = 1500
-START_S = 120.0
-ANSWER_S = 120.0
+START_S = 240.0
+ANSWER_S = 240.0
 _SHM_BYTES = 2**28
 _LOOK_S = 0.1
 

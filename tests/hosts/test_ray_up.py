@@ -8,6 +8,7 @@ network: it starts the cluster, submits to it and takes it down. One machine is 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sysconfig
@@ -82,9 +83,11 @@ def edit_ray_config(path: Path, head: Host, machines: list[Host]) -> None:
 
 
 def write_engine(path: Path, head: Host, model: Path) -> None:
+    """Have workers that each need a whole machine, as those with a GPU do."""
     settings = engine_settings(head, model, 2)
     del settings["ray_address"]
-    path.write_text(yaml.safe_dump(settings | {"journal_path": "~/requests.db"}))
+    settings |= {"journal_path": "~/requests.db", "cpus_per_worker": os.cpu_count()}
+    path.write_text(yaml.safe_dump(settings))
 
 
 def bake_packages(host: Host) -> None:
