@@ -37,8 +37,11 @@ _MALLOC = (
     "glibc.malloc.mmap_threshold=4294967296"
     ":glibc.malloc.trim_threshold=17179869184"
     ":glibc.malloc.hugetlb=1"
+    ":glibc.malloc.arena_max=1"
 )
-"""Keeps large buffers in the process: giving them back costs more than the arithmetic on them."""
+"""Keeps large buffers in the process: giving them back costs more than the arithmetic on them.
+
+One arena, because only that of a process's first thread can keep them, and steps have another."""
 _JOIN_TIMEOUT_S = 30.0
 _RETRY_S = 0.2
 _ANSWER_TIMEOUT_S = 30.0

@@ -227,10 +227,13 @@ class ExactLinear(nn.Module):
         Args:
             x: [..., in_features], whose leading sizes multiply to a multiple of 16.
         """
-        flat = x.reshape(-1, x.shape[-1])
-        parts = [part.multiply(flat) for part in self._parts]
+        parts = self.parts(x.reshape(-1, x.shape[-1]))
         result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return result.view(*x.shape[:-1], -1)
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return what `forward` does for x [rows, in_features], cut into columns."""
+        return [part.multiply(x) for part in self._parts]
 
 
 def _cut(num_rows: int, good: list[int]) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,9 @@ Rules:
   `[kv_heads, block_size, head_dim]`, so that a head's keys are copied many at a time; on CUDA
   `[block_size, kv_heads, head_dim]`, which its kernel reads. Equal devices, shapes and dtype make
   blocks interchangeable between workers.
+- On CPU blocks are read and written without torch. Those who do that have threads of their own, and
+  with OpenMP threads for these as well there would be more than cores: from then on none of them,
+  the step's included, spins any more while it waits, and a step takes twice as long.
 """
 
 from __future__ import annotations
@@ -195,8 +198,8 @@ class KVCache:
         start = 0
         for pair in self._tensors:
             for cache in pair:
-                part = cache.index_select(0, ids).cpu().view(torch.uint8).flatten(1)
-                out[:, start : start + part.shape[1]] = part.numpy()
+                part = _gather(cache, ids)
+                out[:, start : start + part.shape[1]] = part
                 start += part.shape[1]
         return out
 
@@ -223,16 +226,36 @@ class KVCache:
         for pair in self._tensors:
             for cache in pair:
                 size = cache[0].numel() * cache.element_size()
-                part = torch.from_numpy(np.array(data[:, start : start + size], order="C"))
-                cache.index_copy_(
-                    0, ids, part.view(self.dtype).view(-1, *cache.shape[1:]).to(cache.device)
-                )
+                _scatter(cache, ids, data[:, start : start + size])
                 start += size
 
-    def _checked(self, block_ids: Sequence[int]) -> torch.Tensor:
+    def _checked(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         ids = np.asarray(block_ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
             raise InvariantViolation(
                 f"block ids must be in 0..{self.num_blocks - 1}; got {ids.min()}..{ids.max()}"
             )
-        return torch.from_numpy(ids).to(self._tensors[0][0].device)
+        return ids
+
+
+def _gather(cache: torch.Tensor, ids: npt.NDArray[np.int64]) -> ByteArray:
+    """Return blocks' bytes, uint8 [n, bytes of a block in this tensor]."""
+    if cache.device.type == "cpu":
+        return _bytes(cache)[ids]
+    part = cache.index_select(0, torch.from_numpy(ids).to(cache.device))
+    return _bytes(part.cpu())
+
+
+def _scatter(cache: torch.Tensor, ids: npt.NDArray[np.int64], data: ByteArray) -> None:
+    """Store what `_gather` gave."""
+    if cache.device.type == "cpu":
+        _bytes(cache)[ids] = data
+        return
+    part = torch.from_numpy(np.array(data, order="C")).view(cache.dtype)
+    part = part.view(-1, *cache.shape[1:]).to(cache.device)
+    cache.index_copy_(0, torch.from_numpy(ids).to(cache.device), part)
+
+
+def _bytes(blocks: torch.Tensor) -> ByteArray:
+    """Return a view of a CPU tensor of blocks, uint8 [n, bytes of a block]."""
+    return blocks.view(torch.uint8).flatten(1).numpy()

@@ -50,6 +50,25 @@ _PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
+class Logits:
+    """Rows of logits as the output layer makes them: a wide vocabulary in several products.
+
+    Putting large ones together costs as much as a good part of the products.
+    """
+
+    parts: list[torch.Tensor]
+    """Each [rows, some of the vocabulary], in its order."""
+    vocab_size: int
+    """Columns that mean something; the layer may have more."""
+
+    def rows(self, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return some rows, [rows, vocab]."""
+        parts = [part[first:end] for part in self.parts]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return whole[:, : self.vocab_size]
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model in memory and what is known about it."""
 
@@ -85,13 +104,15 @@ class LoadedModel:
         return hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return raw logits [rows, vocab] in the model's dtype, the model's soft cap applied."""
-        logits: torch.Tensor = self.model.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor) -> Logits:
+        """Return raw logits in the model's dtype, the model's soft cap applied."""
+        head = self.model.lm_head
+        parts = head.parts(hidden) if isinstance(head, ExactLinear) else [head(hidden)]
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap is not None:
-            logits = logits.div_(cap).tanh_().mul_(cap)
-        return logits
+            for part in parts:
+                part.div_(cap).tanh_().mul_(cap)
+        return Logits(parts, self.vocab_size)
 
 
 def load_model(

@@ -37,7 +37,7 @@ from scheduler.messages import (
 from workers.attention import AttentionBatch, use_batch
 from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
-from workers.loader import LoadedModel
+from workers.loader import LoadedModel, Logits
 from workers.logprobs import (
     has_nan,
     log_softmax,
@@ -48,8 +48,10 @@ from workers.logprobs import (
 )
 from workers.sampler import Draw, TokenCounts, sample
 
-_LOGITS_BUDGET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""fp32 logits that are in memory at once; on CPU little more than the processor's cache holds."""
+_LOGITS_BYTES = 48 * 2**20
+"""Logits that the output layer makes at once on CPU, counted in fp32; few rows make it slow."""
+_LOGPROBS_BYTES = {"cpu": 3 * 2**20, "cuda": 256 * 2**20}
+"""fp32 logprobs that are in memory at once; on CPU little more than the processor's cache holds."""
 
 
 class _Tracked:
@@ -168,9 +170,9 @@ class ModelRunner:
             device=model.device,
         )
         self._tracked: dict[str, _Tracked] = {}
-        self._rows_per_slice = rows_per_slice(
-            model.vocab_size, _LOGITS_BUDGET_BYTES[model.device.type]
-        )
+        logprobs_bytes = _LOGPROBS_BYTES[model.device.type]
+        self._rows_per_slice = rows_per_slice(model.vocab_size, max(_LOGITS_BYTES, logprobs_bytes))
+        self._rows_selected_at_once = rows_per_slice(model.vocab_size, logprobs_bytes)
 
     @property
     def num_tracked_requests(self) -> int:
@@ -322,12 +324,12 @@ class ModelRunner:
         slots = torch.from_numpy(work.span.slots(self._cache.block_size))
         self._cache.zero_slots(slots.to(self._model.device))
 
-    def _logits(self, hidden: torch.Tensor, rows: IntArray) -> torch.Tensor:
-        """Return logits of some rows, [at least len(rows), vocab]: as many as keep bits exact."""
+    def _logits(self, hidden: torch.Tensor, rows: IntArray) -> Logits:
+        """Return logits of some rows, and of a few more where those are what keeps bits exact."""
         index = np.zeros(padded_rows(len(rows), self._model.min_rows), np.int64)
         index[: len(rows)] = rows
         picked = hidden.index_select(0, torch.from_numpy(index).to(hidden.device))
-        return self._model.logits(picked)[:, : self._model.vocab_size]
+        return self._model.logits(picked)
 
     def _prompt_rows(self, works: list[_Work], hidden: torch.Tensor) -> None:
         """Make the prompt rows of all chunks, a slice of bounded size at a time."""
@@ -344,9 +346,14 @@ class ModelRunner:
         due.sort(key=_columns)
         for piece in _slices(due, self._rows_per_slice):
             logits = self._logits(hidden, np.concatenate([rows.hidden_rows for rows in piece]))
-            logprobs = log_softmax(logits)
-            for rows, found in self._select(piece, logprobs):
-                rows.work.parts.append(found)
+            first = 0
+            for part in _slices(piece, self._rows_selected_at_once):
+                end = first + sum(len(rows.targets) for rows in part)
+                # A single row would be computed another way; there are always more than asked for.
+                logprobs = log_softmax(logits.rows(first, max(end, first + 2)))
+                for rows, found in self._select(part, logprobs):
+                    rows.work.parts.append(found)
+                first = end
 
     def _select(
         self, piece: list[_RowsDue], logprobs: torch.Tensor
@@ -379,7 +386,7 @@ class ModelRunner:
         for first in range(0, len(asking), self._rows_per_slice):
             part = asking[first : first + self._rows_per_slice]
             last = np.array([w.span.first_row + w.span.num_tokens - 1 for w in part])
-            logits = self._logits(hidden, last)
+            logits = self._logits(hidden, last).rows()
             best, best_ids = top_1(logits)
             finite = torch.isfinite(best[:, 0]).tolist()
             greedy = best_ids[:, 0].tolist()

@@ -297,10 +297,14 @@ def test_requests_of_different_k_share_a_step(load: Load) -> None:
         assert result.sampled_logprobs.token_ids[0, 0] == result.sampled_token_id
 
 
-def test_slices_of_logits_change_no_bit(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("made", "selected"), [(16, 16), (32, 16), (64, 5), (64, 2), (64, 1)])
+def test_slices_of_logits_change_no_bit(
+    load: Load, monkeypatch: pytest.MonkeyPatch, made: int, selected: int
+) -> None:
     expected = whole(load, "llama", "bf16")
     own = driver(load("llama", "bf16"))
-    monkeypatch.setattr(own.runner, "_rows_per_slice", 16)
+    monkeypatch.setattr(own.runner, "_rows_per_slice", made)
+    monkeypatch.setattr(own.runner, "_rows_selected_at_once", selected)
     assert Answer(own.finish(own.request(prompt(), PARAMS), [LENGTH])) == expected
 
 
