@@ -42,6 +42,9 @@ _MALLOC = (
 """Keeps large buffers in the process: giving them back costs more than the arithmetic on them.
 
 One arena, because only that of a process's first thread can keep them, and steps have another."""
+_NUM_TRIES = 3
+_NO_SERVER = "Initialization failure from server"
+"""In what Ray raises where its head was reached, and could not do what it takes."""
 _JOIN_TIMEOUT_S = 30.0
 _RETRY_S = 0.2
 _ANSWER_TIMEOUT_S = 30.0
@@ -88,17 +91,33 @@ def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
     # Ray's own default gives way to everything else on the machine, its user's other work first.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
-        ray.init(
-            address=config.ray_address or (None if start else "auto"),
-            namespace=config.namespace,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        _init_ray(config.ray_address or (None if start else "auto"), config.namespace)
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = config.ray_address or os.environ.get("RAY_ADDRESS") or "this machine"
         raise EngineUnavailable(f"Ray at {where} can't be reached: {error}") from error
     return True
+
+
+def _init_ray(address: str | None, namespace: str) -> None:
+    """Connect to Ray, or start it where there is no address.
+
+    For a client from outside the head starts a process, which now and then does not come up where
+    the machine is busy: then it is asked for another one.
+    """
+    for num_left in reversed(range(_NUM_TRIES)):
+        try:
+            ray.init(
+                address=address,
+                namespace=namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+            return
+        except ConnectionError as error:
+            if num_left == 0 or _NO_SERVER not in str(error):
+                raise
+            logger.warning("the head could not serve this client, which tries again: %s", error)
 
 
 def find_engine(config: EngineConfig) -> Any | None:
