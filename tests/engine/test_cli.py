@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cluster import Client, SamplingParams, cli_tools
 from cluster.cli import app
-from tests.engine.conftest import DEADLINE_S, ENGINE, wait_for
+from tests.engine.conftest import DEADLINE_S, ENGINE, actors_of, wait_for
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
 
 COMMANDS = [
     *("version", "status", "top", "requests", "evict", "migrate", "drain", "pull", "generate"),
-    *("logprobs", "score", "bench", "serve"),
+    *("logprobs", "score", "bench", "serve", "start", "stop"),
 ]
 
 
@@ -121,6 +121,8 @@ def test_the_version_is_the_installed_one(shell: CliRunner) -> None:
         (["score", "-", "-k", "-2"], "InvalidRequest"),
         (["score", "-", "--input-format", "csv"], "InvalidRequest"),
         (["bench", "no-such-bench"], "InvalidRequest"),
+        (["start", "--num-workers", "7"], "InvalidConfig"),
+        (["stop", "--name", "nobody"], "EngineUnavailable"),
     ],
 )
 def test_what_a_user_did_wrong_is_said(shell: CliRunner, arguments: list[str], error: str) -> None:
@@ -247,3 +249,22 @@ def test_what_follows_a_benchmarks_name_goes_to_it(
     said = answer(CliRunner(), "bench", "echo", "--num-rows", "3")
     assert said == {"result": ["--num-rows", "3"]}
     assert CliRunner().invoke(app, ["bench", "fails"]).exit_code == 1
+
+
+@pytest.mark.slow
+def test_an_engine_is_started_to_stay_and_stopped(
+    shell: CliRunner, tiny_model: str, tmp_path: Path
+) -> None:
+    """`ray up` starts one before the machines of its workers are there, and so doesn't wait."""
+    file = tmp_path / "engine.yaml"
+    settings = ENGINE | {"model": tiny_model, "num_workers": 1}
+    file.write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+    where = ("--name", "stays", "--config", str(file))
+    facts = {"engine": "stays", "namespace": ENGINE["namespace"]}
+    assert answer(shell, "start", "--no-wait", *where) == facts | {"started": True}
+    assert answer(shell, "start", *where) == facts | {"started": False}
+    assert answer(shell, "status", *where)["scheduler"]["num_workers"] == 1
+    done = shell.invoke(app, ["start", *where, "--num-workers", "2"])
+    assert (done.exit_code, done.stderr.partition(":")[0]) == (1, "InvalidConfig")
+    assert answer(shell, "stop", *where) == {"ended": "stays"}
+    assert actors_of("stays") == []

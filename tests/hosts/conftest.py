@@ -19,8 +19,8 @@ from tests.tiny_models import tiny_llama
 BLOCK_SIZE = 8
 SEGMENT_TOKENS = 256
 NUM_PROMPT_TOKENS = 1500
-START_S = 120.0
-ANSWER_S = 120.0
+START_S = 240.0
+ANSWER_S = 240.0
 _SHM_BYTES = 2**28
 _LOOK_S = 0.1
 
@@ -158,12 +158,12 @@ class Stage:
         return found
 
 
-def make_fleet(folder: Path, num_hosts: int, model: Path) -> Fleet:
+def make_fleet(folder: Path, num_hosts: int, model: Path, *, ssh: bool = False) -> Fleet:
     """Make hosts that see the checkout, its Python and the model, or skip the test."""
-    reason = why_no_hosts()
+    reason = why_no_hosts(ssh=ssh)
     if reason is not None:
         pytest.skip(reason)
-    return Fleet(folder, num_hosts, shared=[*SHARED, model], shm_bytes=_SHM_BYTES)
+    return Fleet(folder, num_hosts, shared=[*SHARED, model], shm_bytes=_SHM_BYTES, ssh=ssh)
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,10 @@ import httpx
 import openai
 import pytest
 import ray
+from ray import serve
 
-from cluster import Client
+from cluster import Client, InvalidConfig
+from cluster.serve_app import build
 from tests.engine.conftest import DEADLINE_S
 from tests.http.conftest import until
 
@@ -85,3 +87,22 @@ def test_one_that_is_killed_makes_room_for_the_next(
         assert httpx.get(f"{url}/health").status_code == 200
         process.kill()
     until(lambda: httpx.get(f"{url}/health"), 404, within_s=DEADLINE_S)
+
+
+def test_serves_own_tools_can_deploy_it(
+    shared_engine: Client, main_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a RayService does: from an import path, arguments and an environment."""
+    monkeypatch.setenv("HAVERSACK_API_KEY", "sesame,poppy")
+    namespace = str(shared_engine.info.settings["namespace"])
+    where = {"name": "http", "namespace": namespace, "served_model_name": "mine"}
+    serve.run(build(where), name="built", route_prefix="/built")
+    try:
+        url = f"{main_url}/built/v1/models"
+        assert httpx.get(url).status_code == 401
+        found = httpx.get(url, headers={"Authorization": "Bearer poppy"}).json()
+        assert [model["id"] for model in found["data"]] == ["mine"]
+    finally:
+        serve.delete("built")
+    with pytest.raises(InvalidConfig, match="served_model_name"):
+        build({"model": "mine"})
