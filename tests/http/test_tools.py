@@ -10,7 +10,7 @@ import pytest
 
 from cluster import Client, ScoringParams
 from cluster.client import Client as EngineClient
-from tests.engine.conftest import wait_for
+from tests.engine.conftest import DEADLINE_S, wait_for
 from tests.http.conftest import ids
 
 PHRASE = "naïve 你好 <eos>"
@@ -103,13 +103,13 @@ def test_health_does_not_wait_for_tokenising(http: httpx.Client, main_url: str) 
 
     big = threading.Thread(
         target=lambda: httpx.post(
-            f"{main_url}/v1/completions", json={"prompt": "word " * 400_000}, timeout=60
+            f"{main_url}/v1/completions", json={"prompt": "word " * 400_000}, timeout=DEADLINE_S
         )
     )
     big.start()
-    seconds = []
+    num_answers = 0
     while big.is_alive():
-        seconds.append(http.get("/health").elapsed.total_seconds())
+        assert http.get("/health").status_code == 200
+        num_answers += 1
     big.join()
-    assert len(seconds) > 5
-    assert sorted(seconds)[len(seconds) // 2] < 1.0
+    assert num_answers > 5
