@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(model: Path | str, cls: type[WorkerActor] = WorkerActor, **settings: Any) -> Any:
     settings.setdefault("num_blocks", 40)
     actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(cls)
-    return actor_class.options(num_cpus=1).remote("w", str(model), **settings)
+    return actor_class.options(num_cpus=0).remote("w", str(model), **settings)
 
 
 @pytest.fixture
@@ -65,7 +65,15 @@ def start() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="module")
 def worker(local_cluster: None, folder: Path) -> Iterator[Any]:
     """A worker that several tests share; each resets it."""
-    actor = launch(folder)
+    actor = launch(folder, num_threads=1)
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def other_worker(local_cluster: None, folder: Path) -> Iterator[Any]:
+    """Another one, with another number of threads."""
+    actor = launch(folder, num_threads=2)
     yield actor
     ray.kill(actor)
 
@@ -123,10 +131,10 @@ def assert_same_bits(moved: Request, alone: Request) -> None:
 
 @pytest.mark.slow
 def test_workers_are_interchangeable_and_kv_moves_between_them(
-    folder: Path, start: Callable[..., Any]
+    worker: Any, other_worker: Any
 ) -> None:
     """Other processes, other numbers of threads: the same fingerprint and the same bits."""
-    first, second = drive(start(folder, num_threads=1)), drive(start(folder, num_threads=2), seed=7)
+    first, second = drive(worker), drive(other_worker, seed=7)
     assert first.info.model_fingerprint == second.info.model_fingerprint
     assert first.info.pid != second.info.pid
     alone = first.finish(first.request(PROMPT, PARAMS), [200])
@@ -150,10 +158,10 @@ def test_workers_are_interchangeable_and_kv_moves_between_them(
 
 @pytest.mark.slow
 def test_a_migrated_request_goes_on_from_its_last_token_in_a_block_that_is_not_full(
-    folder: Path, start: Callable[..., Any]
+    worker: Any, other_worker: Any
 ) -> None:
     """100 tokens in blocks of 16: the last four are in the seventh block, which moves as it is."""
-    first, second = drive(start(folder)), drive(start(folder), seed=7)
+    first, second = drive(worker), drive(other_worker, seed=7)
     alone = first.finish(first.request(PROMPT, PARAMS), [200])
     moved = first.request(PROMPT, PARAMS)
     first.step([(moved, 0, 100)])

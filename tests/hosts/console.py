@@ -20,7 +20,7 @@ import ray
 from cluster import Client, RequestOutput, SamplingParams
 from cluster.fleet import find_parts, part_name
 
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
 _LOOK_S = 0.02
 
 
