@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,7 +31,11 @@ pytestmark = pytest.mark.usefixtures("local_cluster")
 class FakeWorker:
     """Blocks of random bytes; a read or a write can be told to wait or to fail."""
 
-    def __init__(self, seed: int, num_blocks: int = 64) -> None:
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, seed: int, num_blocks: int = 64) -> None:
+        """Be like a new one."""
         self.epoch = EPOCH
         rng = np.random.default_rng(seed)
         self.blocks = rng.integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
@@ -99,6 +104,14 @@ class FakeWorker:
     def wait_until(self, name: str) -> bool:
         return self.reached[name].wait(WAIT_S)
 
+    @ray.method(concurrency_group="read")
+    def finish_reads(self) -> None:
+        """Return when all reads that were asked for before have ended."""
+
+    @ray.method(concurrency_group="write")
+    def finish_writes(self) -> None:
+        """Return when all writes that were asked for before have ended."""
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -150,9 +163,31 @@ def start_store(actors):
     return start
 
 
+@pytest.fixture(scope="module")
+def idle_workers(local_cluster):
+    """Those that no test uses now: to start one takes longer than most tests."""
+    workers = []
+    yield workers
+    for worker in workers:
+        ray.kill(worker)
+
+
 @pytest.fixture
-def start_worker(actors):
-    return lambda seed: actors(FakeWorker.remote(seed))
+def start_worker(idle_workers):
+    started = []
+
+    def start(seed: int):
+        worker = idle_workers.pop() if idle_workers else FakeWorker.remote()
+        started.append(worker)
+        get(worker.begin.remote(seed))
+        return worker
+
+    yield start
+    for worker in started:
+        with contextlib.suppress(ray.exceptions.RayActorError):  # the test has killed it
+            get(worker.open_gates.remote())
+            get([worker.finish_reads.remote(), worker.finish_writes.remote()])
+            idle_workers.append(worker)
 
 
 def chain(name: str, num_blocks: int) -> list[bytes]:
@@ -309,8 +344,10 @@ def test_bypass_after_a_hit_loads_nothing(start_store, start_worker):
     assert get(target.bytes_of.remote(ids(0, 10))) == before
 
 
-def test_data_that_is_lost_shortens_the_load_and_is_a_miss_afterwards(start_store, actors):
-    store, source = start_store(), actors(FakeWorker.remote(1))
+def test_data_that_is_lost_shortens_the_load_and_is_a_miss_afterwards(
+    start_store, start_worker, actors
+):
+    store, source = start_store(), start_worker(1)
 
     @ray.remote(num_cpus=0)
     class Finder:
