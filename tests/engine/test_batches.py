@@ -111,6 +111,7 @@ def test_three_kills_in_two_thousand_rows(client: Client, tmp_path: Path) -> Non
     assert killed_and_started_again(source, [150, 700, 1400]) == undisturbed(client, source)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_far_it_is_and_that_it_goes_on(client: Client, tmp_path: Path) -> None:
     source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     write_rows(source, 3000)
