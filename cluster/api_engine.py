@@ -252,15 +252,15 @@ class ApiEngine:
                 )
             )
             try:
-                # A thread can't be stopped: what it submits in the end has to be cancelled too.
                 handles = await asyncio.shield(submission)
                 for handle in handles:
                     if handle.done():
                         handle.result()
                 yield handles
             except asyncio.CancelledError:
-                if not submission.done():
-                    submission.add_done_callback(_cancel_submitted)
+                # A thread can't be stopped: what it submits in the end, or has just submitted, has
+                # to be cancelled too.
+                submission.add_done_callback(_cancel_submitted)
                 raise
             finally:
                 for handle in handles:

@@ -10,6 +10,7 @@ from cluster import Client, ScoringParams
 from cluster.client import Client as EngineClient
 from tests.engine.conftest import wait_for
 from tests.http.conftest import ids
+from tests.tiny_models import MAX_MODEL_LEN
 
 PHRASE = "naïve 你好 <eos>"
 
@@ -45,7 +46,7 @@ def test_one_continuation_and_no_context(http: httpx.Client, engine: Client) -> 
         {"context": 5, "continuations": "b"},
         {"context": "a"},
         {"context": "a", "continuations": "b", "logprobs": 101},
-        {"context": "a", "continuations": "b" * 5000},
+        {"context": "a", "continuations": "b" * (MAX_MODEL_LEN + 1)},
     ],
 )
 def test_what_can_not_be_scored(http: httpx.Client, body: dict[str, object]) -> None:
