@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m cluster.demo
 
-# Two processes: tests that start Ray stay together in one, the others share the rest of the time.
+# Two processes, each with a Ray of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 test: install

@@ -9,11 +9,12 @@ from token id to text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import msgspec
 
+from scheduler.life import Span
 from scheduler.logprobs import Logprobs
 from scheduler.request import RequestStats
 
@@ -152,6 +153,8 @@ class CompletionOutput:
     """"stop", "length" or "abort"; None while it runs."""
     stop_reason: int | str | None = None
     """The stop token id or the stop string that ended it; None for an end-of-sequence token."""
+    life: list[Span] | None = field(default=None, compare=False, repr=False)
+    """What happened to it and when, see `scheduler.life`; None where a journal told the result."""
 
     def finished(self) -> bool:
         """Whether it has ended."""
