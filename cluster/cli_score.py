@@ -22,10 +22,12 @@ from cluster.cli_common import (
     Json,
     Model,
     Name,
+    Trace,
     Workers,
     engine,
     json_text,
     told_errors,
+    traced,
 )
 from cluster.client import Client
 from cluster.report import Report
@@ -104,6 +106,7 @@ def score(
     max_in_flight: MaxInFlight = None,
     rows_per_part: RowsPerPart = 10_000,
     html: Html = None,
+    trace: Trace = None,
     config: Config = None,
     model: Model = None,
     num_workers: Workers = None,
@@ -133,6 +136,7 @@ def score(
             _check_report(html, source, target)
     with (
         engine(config, model=model, num_workers=num_workers, name=name) as client,
+        traced(client, trace),
         _shown_progress(STREAM not in (source, target)) as shown,
     ):
         if html is None:

@@ -18,6 +18,7 @@ from scheduler.reports import output_deltas, whole_deltas
 from scheduler.request import Request, RequestStatus
 from scheduler.roster import Roster
 from scheduler.row_cache import RowCache
+from scheduler.timings import Timings, WorkTimes
 
 _number = attrgetter("number")
 _MAX_ENDED = 256
@@ -41,6 +42,7 @@ class Core:
     actions: list[AnyAction] = field(default_factory=list)
     """What the events being handled ask for."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    timings: Timings = field(default_factory=Timings)
     row_cache: RowCache = field(init=False)
     expected: dict[str, int] = field(default_factory=dict)
     """Workers that are being started -> the KV blocks that they will have."""
@@ -81,6 +83,7 @@ class Core:
     def add_worker(self, worker: WorkerView) -> None:
         """Begin to use a worker."""
         worker.number, self.next_worker = self.next_worker, self.next_worker + 1
+        worker.work = WorkTimes(self.now_s)
         self.workers[worker.id] = worker
         self.stop_expecting(worker.id)
         self._largest_num_blocks = None

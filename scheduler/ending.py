@@ -56,13 +56,21 @@ def finish(
                 stats=request.stats,
             )
         )
-    if reason is FinishReason.ERROR:
-        core.stats.num_failed += 1
-    elif reason is FinishReason.ABORT:
-        core.stats.num_aborted += 1
-    else:
-        core.stats.num_finished += 1
+    _count(core, live, reason)
     core.emit(live)
+
+
+def _count(core: Core, live: LiveRequest, reason: FinishReason) -> None:
+    stats = core.stats
+    ends = stats.finished_by_reason
+    ends[reason.value] = ends.get(reason.value, 0) + 1
+    if reason is FinishReason.ERROR:
+        stats.num_failed += 1
+    elif reason is FinishReason.ABORT:
+        stats.num_aborted += 1
+    else:
+        stats.num_finished += 1
+        core.timings.ended(live.times, core.now_s)
 
 
 def expire(core: Core, live: LiveRequest) -> None:

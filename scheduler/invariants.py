@@ -136,6 +136,7 @@ def _check_worker(core: Core, worker: WorkerView) -> None:
     )
     saving = [r for r in worker.residents.values() if r.status is RequestStatus.SAVING]
     _require(worker.num_saving == len(saving), f"{worker.id}: requests that leave are miscounted")
+    _require(worker.work.is_busy != worker.is_idle, f"{worker.id}: its time is miscounted")
     if worker.is_idle:
         _check_idle(core, worker)
     _require(

@@ -16,6 +16,7 @@ from scheduler.block_pool import BlockPool
 from scheduler.life import Life, SpanKind
 from scheduler.messages import Chunk, WorkerInfo
 from scheduler.request import Request, RequestStatus
+from scheduler.timings import RequestTimes, WorkTimes
 from scheduler.transitions import change_status
 
 _rank = attrgetter("rank")
@@ -42,6 +43,8 @@ class LiveRequest:
     """What has happened to it, and when."""
     rank: tuple[int, int] = field(init=False)
     """`Request.rank`, which never changes while it lives."""
+    times: RequestTimes = field(init=False)
+    """For the latencies."""
     worker: WorkerView | None = None
     """Set exactly while it is LOADING, RUNNING or SAVING."""
     block_ids: list[int] = field(default_factory=list)
@@ -93,6 +96,7 @@ class LiveRequest:
         self.rank = self.request.rank
         why = "restored from the journal" if self.is_restored else "submitted"
         self.life = Life(self.submitted_s, why, has_had_place=self.is_restored)
+        self.times = RequestTimes(None if self.is_restored else self.submitted_s)
 
     @property
     def id(self) -> str:
@@ -239,6 +243,8 @@ class WorkerView:
     drain_deadline_s: float | None = None
     """When it has to be empty; None where it may take requests."""
     drain_started_s: float = 0.0
+    work: WorkTimes = field(default_factory=lambda: WorkTimes(0.0))
+    """What it does with its time."""
 
     @property
     def id(self) -> str:

@@ -170,4 +170,6 @@ def _switch(core: Core, live: LiveRequest, migration: Migration) -> None:
     reasons = core.stats.migrations_by_reason
     reasons[migration.reason] = reasons.get(migration.reason, 0) + 1
     if migration.paused_s is not None:
-        core.stats.migration_pause_s += core.now_s - migration.paused_s
+        pause_s = core.now_s - migration.paused_s
+        core.stats.migration_pause_s += pause_s
+        core.timings.migration_pause.observe(pause_s)

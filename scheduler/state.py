@@ -62,9 +62,16 @@ from scheduler.events import (
 )
 from scheduler.invariants import check_invariants
 from scheduler.live import LiveRequest, WorkerView
-from scheduler.messages import Lives, RequestInfo, SchedulerStats, Submission, WorkerReport
+from scheduler.messages import (
+    Lives,
+    RequestInfo,
+    SchedulerStats,
+    Submission,
+    WorkerReport,
+    WorkerUse,
+)
 from scheduler.migration import start_migration, take_copy
-from scheduler.reports import request_info, request_life, worker_report
+from scheduler.reports import load_of, request_info, request_life, worker_report, worker_use
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
@@ -75,8 +82,10 @@ from scheduler.residency import (
     load,
     requeue,
 )
+from scheduler.scaling import Load
 from scheduler.stepping import fail_batch, start_steps, suspect_batch, take_batch
 from scheduler.submissions import content_hash, submission_of
+from scheduler.timings import Timings
 
 
 class SchedulerState:
@@ -126,6 +135,20 @@ class SchedulerState:
         stats.num_row_cache_blocks = core.row_cache.num_blocks
         stats.num_row_cache_bytes = core.row_cache.num_bytes
         return stats
+
+    def timings(self) -> Timings:
+        """Return the latencies of requests so far."""
+        return self._core.timings
+
+    def worker_uses(self) -> list[WorkerUse]:
+        """Return what each worker is used for, as of the latest event."""
+        return [worker_use(worker, self._core.now_s) for worker in self._core.workers.values()]
+
+    def load(self, now_s: float) -> Load:
+        """Return what there is to do and was done."""
+        core = self._core
+        staying = [worker for worker in core.workers.values() if not worker.is_draining]
+        return load_of(core.head(), core.num_queued_tokens, staying, core.stats, now_s)
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
         """Return what operators see of each live request, in order of service."""
@@ -431,10 +454,7 @@ class SchedulerState:
         live, limits = op.live, policy.read_limits(op.live)
         num_hit_tokens = min(event.num_hit_tokens, max(limits))
         live.num_saved_blocks = min(live.num_saved_blocks, num_hit_tokens // live.block_size)
-        extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)
-        if limits.shared:
-            core.stats.num_store_hit_tokens += extra_tokens
-        if extra_tokens < live.block_size:
+        if num_hit_tokens - live.num_kv_tokens < live.block_size:
             end_load(core, live, 0, "nothing to load")
         else:
             load(core, live, op.worker, num_hit_tokens // live.block_size)
