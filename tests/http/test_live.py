@@ -12,7 +12,7 @@ import pytest
 from cluster import Client, SamplingParams
 from tests.browser import Browser
 from tests.engine.conftest import DEADLINE_S
-from tests.pages.conftest import browser
+from tests.pictures.conftest import browser
 
 __all__ = ["browser"]
 
