@@ -26,7 +26,6 @@ class BlockUse:
         Args:
             workers: tells the workers as they are now; where it raises, that look is left out.
         """
-        self.started_s = time.time()
         self._workers = workers
         self._last: dict[str, WorkerReport] = {}
         self._samples: dict[str, list[tuple[float, int]]] = {}

@@ -166,6 +166,7 @@ def _run_with_report(
     target: str,
     num_logprobs: int,
 ) -> BatchProgress:
+    decode = client.token_text()
     use = BlockUse(client.workers)
     with contextlib.ExitStack() as stack:
         stack.callback(use.stop)
@@ -174,7 +175,7 @@ def _run_with_report(
             source="stdin" if source == STREAM else Path(source).name,
             output="stdout" if target == STREAM else Path(target).name,
             model=client.info.model,
-            decode=client.token_text(),
+            decode=decode,
             num_logprobs=num_logprobs,
             use=use,
         )

@@ -65,6 +65,8 @@ class Report(BatchWatcher):
         self._use = use
         self._base_s = float(int(time.time()))
         """What the times in the page are after."""
+        self._first_s: float | None = None
+        """When the first of the requests was submitted, after that."""
         self._num_rows = 0
         self._num_bytes = 0
         before, self._after = report_page(f"Scores of {source}")
@@ -99,15 +101,13 @@ class Report(BatchWatcher):
             OutputConflict: the file can't be written.
         """
         finished = progress.finished
-        start_s, workers = self._base_s, []
-        if self._use is not None:
-            start_s, workers = self._use.started_s, self._use.views(self._base_s)
+        workers = self._use.views(self._base_s) if self._use is not None else []
         facts = {
             "model": self._model,
             "source": self._source,
             "output": self._output,
             "made": time.strftime("%Y-%m-%d %H:%M"),
-            "start_s": start_s - self._base_s,
+            "start_s": self._first_s,
             "num_rows": progress.num_done,
             "num_failed": finished.num_failed,
             "num_tokens": finished.num_tokens,
@@ -137,6 +137,9 @@ class Report(BatchWatcher):
 
     def _add(self, record: dict[str, Any], parts: Sequence[Score], num_first: int) -> None:
         view = row_view(record, parts, num_first, self._base_s)
+        starts = [each["spans"][0][1] for each in view.get("parts", ()) if each["spans"]]
+        if starts:
+            self._first_s = min([*starts, *([] if self._first_s is None else [self._first_s])])
         block = _row_block(view)
         if len(block) > MAX_ROW_BYTES:
             block = _row_block({**view, **_NO_TOKENS, "why": "long"})

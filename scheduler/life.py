@@ -76,7 +76,9 @@ class Span(msgspec.Struct, array_like=True, kw_only=True):
     """What led to it, in words."""
 
 
-_CHUNKS = (SpanKind.PREFILL, SpanKind.DECODE)
+# Looking a member up takes longer than all else that is done for a token.
+_PREFILL, _DECODE = SpanKind.PREFILL, SpanKind.DECODE
+_CHUNKS = (_PREFILL, _DECODE)
 _ON_A_WORKER_AGAIN = (SpanKind.LOADING, SpanKind.READY)
 
 
@@ -145,14 +147,20 @@ class Life:
         self.note(SpanKind.FINISHED, time_s, time_s, None, 0, num_tokens, why=why)
 
     def computed(
-        self, worker_id: str, first: int, end: int, began_s: float, ended_s: float, *, decode: bool
+        self,
+        worker_id: str,
+        first: int,
+        end: int,
+        began_s: float,
+        ended_s: float,
+        is_decode: bool,
     ) -> None:
         """Note that positions [first, end) were computed, one step each if they were decoded."""
         current = self._current
         if (
-            decode
+            is_decode
             and current is not None
-            and current.kind is SpanKind.DECODE
+            and current.kind is _DECODE
             and current.end_s is not None
             and began_s - current.end_s < _MAX_GAP_S
         ):
@@ -164,15 +172,15 @@ class Life:
         began_s = max(began_s, self._latest_s())
         self._close(began_s)
         span = Span(
-            kind=SpanKind.DECODE if decode else SpanKind.PREFILL,
+            kind=_DECODE if is_decode else _PREFILL,
             start_s=min(began_s, ended_s),
             end_s=ended_s,
             worker_id=worker_id,
             first=first,
             end=end,
-            num_steps=end - first if decode else 1,
+            num_steps=end - first if is_decode else 1,
         )
-        if decode:
+        if is_decode:
             self._current = span
         else:
             self._add(span)

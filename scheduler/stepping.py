@@ -136,6 +136,8 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     worker.work.answered(core.now_s, event.output.compute_s, is_last=not worker.steps)
     decode_s = policy.decode_s(step, event.output.compute_s)
     worker.decode_s = worker.decode_s if decode_s is None else decode_s
+    worker_id, now_s = worker.id, core.now_s
+    began_s = now_s - event.output.compute_s
     for flight in _end_step(core, worker, step):
         live = flight.live
         if flight.is_void:
@@ -145,8 +147,12 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
         if result is None:
             lost = RequestFailed("the worker's answer holds nothing for this request")
             result = ChunkResult(live.id, error=lost.to_wire())
-        _note_chunk(live, worker, flight.chunk, result, core.now_s, event.output.compute_s)
-        _take_result(core, live, flight.chunk, result)
+        chunk, more = flight.chunk, result.more_token_ids
+        num_tokens = len(chunk.token_ids)
+        is_decode = num_tokens == 1 and chunk.start >= live.request.num_prompt_tokens
+        end = chunk.start + num_tokens + (len(more) if more is not None else 0)
+        live.life.computed(worker_id, chunk.start, end, began_s, now_s, is_decode)
+        _take_result(core, live, chunk, result)
 
 
 def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
@@ -213,26 +219,6 @@ def _end_step(core: Core, worker: WorkerView, step: Step) -> list[InFlight]:
             flight.live.in_flight.remove(flight)
             staying.append(flight)
     return staying
-
-
-def _note_chunk(
-    live: LiveRequest,
-    worker: WorkerView,
-    chunk: Chunk,
-    result: ChunkResult,
-    now_s: float,
-    compute_s: float,
-) -> None:
-    num_tokens = len(chunk.token_ids)
-    num_more = len(result.more_token_ids) if result.more_token_ids is not None else 0
-    live.life.computed(
-        worker.id,
-        chunk.start,
-        chunk.start + num_tokens + num_more,
-        now_s - compute_s,
-        now_s,
-        decode=num_tokens == 1 and chunk.start >= live.request.num_prompt_tokens,
-    )
 
 
 def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResult) -> None:

@@ -149,10 +149,9 @@
 
   const stateWords = (view) => {
     if (view.reason !== null) return `${view.reason}${view.worker ? ` on ${view.worker}` : ""}`;
-    const place = view.worker === null ? "" : ` on ${view.worker}`;
+    const place = view.state === "running" ? view.worker : view.worker === null ? view.state : `${view.state} on ${view.worker}`;
     const done = Math.min(view.computed, view.prompt);
-    return view.output ? `${view.state}${place}, ${many(view.output, "token")} out`
-      : `${view.state}${place}, ${count(done)} of ${count(view.prompt)}`;
+    return view.output ? `${place}, ${count(view.output)} out` : `${place}, ${count(done)} of ${count(view.prompt)}`;
   };
 
   /* In order of service; those that have ended, the latest first. */

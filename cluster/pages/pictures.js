@@ -39,7 +39,8 @@ const pictures = (() => {
   const logprob = (value) => (value === null ? "\u2212\u221e" : value.toFixed(4).replace("-", "\u2212"));
   function percent(value) {
     const part = value === null ? 0 : Math.exp(value) * 100;
-    return part >= 0.1 || part === 0 ? `${part.toFixed(1)} %` : `${part.toExponential(1)} %`;
+    if (part >= 0.1 || part === 0) return `${part.toFixed(1)} %`;
+    return part >= 1e-4 ? `${part.toFixed(1 - Math.floor(Math.log10(part)))} %` : `${part.toExponential(1)} %`;
   }
   function seconds(value) {
     if (value < 0.9995) return `${Math.round(value * 1000)} ms`;

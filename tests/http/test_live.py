@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import pytest
 
 from cluster import Client, SamplingParams
+from tests.browser import Browser
 from tests.engine.conftest import DEADLINE_S
+from tests.pages.conftest import browser
+
+__all__ = ["browser"]
 
 
 def test_the_page_is_there_without_a_key_and_the_events_are_not(guarded_url: str) -> None:
@@ -28,11 +33,11 @@ def test_the_page_is_there_without_a_key_and_the_events_are_not(guarded_url: str
 def test_events_tell_a_request_from_the_queue_to_its_end(
     http: httpx.Client, engine: Client
 ) -> None:
-    params = SamplingParams(max_tokens=600, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=450, ignore_eos=True, temperature=0)
     seen: dict[str, dict[str, Any]] = {}
 
-    def follow(answer: httpx.Response, until: Callable[[], bool]) -> None:
-        for line in answer.iter_lines():
+    def follow(lines: Iterator[str], until: Callable[[], bool]) -> None:
+        for line in lines:
             if not line:
                 continue
             message = json.loads(line.removeprefix("data: "))
@@ -45,18 +50,19 @@ def test_events_tell_a_request_from_the_queue_to_its_end(
 
     with http.stream("GET", "/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.iter_lines()
         handle = engine.submit([5] * 150, params, request_id="watched")
 
         def has_decoded() -> bool:
             return seen.get("watched", {}).get("output", 0) > 0
 
-        follow(answer, has_decoded)
+        follow(lines, has_decoded)
         kinds = [span[0] for span in seen["watched"]["spans"]]
         assert kinds[0] == "queued"
         assert kinds.count("prefill") == 3, "150 tokens in steps of 64"
         assert kinds[-1] == "decode"
         handle.cancel()
-        follow(answer, lambda: seen["watched"].get("reason") is not None)
+        follow(lines, lambda: seen["watched"].get("reason") is not None)
     assert seen["watched"]["reason"] == "abort"
     assert seen["watched"]["spans"][-1][0] == "finished"
     assert handle.result(DEADLINE_S).outputs[0].life is not None
@@ -67,3 +73,23 @@ def test_the_api_page_does_not_list_them(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert "/events" not in paths
     assert "/" not in paths
+
+
+@pytest.mark.slow
+def test_the_page_scores_a_text_and_shows_where_its_chunks_began(
+    browser: Browser, main_url: str, engine: Client
+) -> None:
+    with browser.page(f"{main_url}/") as page:
+        page.js("document.querySelector('#text').value = 'a word ' + 'x'.repeat(120)")
+        page.click("#score")
+        page.wait_for("document.querySelectorAll('#scored .t').length === 127")
+        page.wait_for("document.querySelectorAll('#scored .chunk').length > 0")
+        chunks = page.js(
+            "[...document.querySelectorAll('#scored .t')]"
+            ".flatMap((t, i) => t.matches('.chunk') ? [i] : [])"
+        )
+        assert chunks == [63], "token 63 of the text is at position 64, after the first one's"
+        page.hover("#scored .t:nth-child(70)")
+        told = page.text("#tip")
+        assert "chunk of tokens 64 to 127 on worker-" in told
+        assert "Likeliest here" in told

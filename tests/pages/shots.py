@@ -60,13 +60,14 @@ def shoot_report(client: Client, browser: Browser, folder: Path) -> None:
     rows.append({"context": "The capital of France is", "continuation": " Paris", "id": "pair"})
     source, page = folder / "texts.jsonl", folder / "report.html"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    decode = client.token_text()
     use = BlockUse(client.workers)
     report = Report(
         page,
         source=source.name,
         output="texts.scores.jsonl",
         model=client.info.model,
-        decode=client.token_text(),
+        decode=decode,
         num_logprobs=5,
         use=use,
     )
@@ -107,6 +108,8 @@ def shoot_live(client: Client, browser: Browser) -> None:
     try:
         with browser.page(f"{endpoint.url}/", width=1000, height=1000) as shown:
             shown.js("(() => { const w = document.querySelector('#window'); w.value = '15'; })()")
+            shown.click("#score")
+            shown.wait_for("document.querySelectorAll('#scored .t').length > 0")
             handles = []
             for i in range(16):
                 name = f"story-{i:02d}"

@@ -85,7 +85,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     use = BlockUse(list)
     use.stop()
     for second in range(30):
-        use.add([report_of("w0", second % 16), report_of("w1", 5)], use.started_s + second)
+        use.add([report_of("w0", second % 16), report_of("w1", 5)], START_S + second)
     report = Report(
         path,
         source=f"rows {NASTY}.jsonl",

@@ -36,17 +36,17 @@ def life_of_chunks(num_chunks: int, chunk_s: float = 0.1) -> Life:
     life.enter(K.READY, 1.0, "w0", 0, "nothing to load")
     for i in range(num_chunks):
         began_s = 1.0 + i * chunk_s
-        life.computed("w0", 8 * i, 8 * i + 8, began_s, began_s + chunk_s, decode=False)
+        life.computed("w0", 8 * i, 8 * i + 8, began_s, began_s + chunk_s, False)
     return life
 
 
 def test_a_life_from_the_queue_to_the_end() -> None:
     life = Life(10.0, "submitted")
     life.enter(K.READY, 12.0, "w0", 4, "nothing to load")
-    life.computed("w0", 4, 8, 12.5, 13.0, decode=False)
-    life.computed("w0", 8, 9, 13.5, 14.0, decode=False)
-    life.computed("w0", 9, 10, 14.0, 14.25, decode=True)
-    life.computed("w0", 10, 11, 14.25, 14.5, decode=True)
+    life.computed("w0", 4, 8, 12.5, 13.0, False)
+    life.computed("w0", 8, 9, 13.5, 14.0, False)
+    life.computed("w0", 9, 10, 14.0, 14.25, True)
+    life.computed("w0", 10, 11, 14.25, 14.5, True)
     life.finish(15.0, 11, "length")
     assert life.spans() == [
         Span(kind=K.QUEUED, start_s=10.0, end_s=12.0, why="submitted"),
@@ -63,9 +63,9 @@ def test_what_goes_on_has_no_end_and_what_was_told_does_not_change() -> None:
     life = Life(1.0, "submitted")
     assert life.spans()[-1].end_s is None
     life.enter(K.READY, 2.0, "w0", 0, "")
-    life.computed("w0", 5, 6, 2.0, 3.0, decode=True)
+    life.computed("w0", 5, 6, 2.0, 3.0, True)
     told = life.spans()
-    life.computed("w0", 6, 7, 3.0, 4.0, decode=True)
+    life.computed("w0", 6, 7, 3.0, 4.0, True)
     assert (told[-1].end_s, told[-1].num_steps) == (3.0, 1)
     assert (life.spans()[-1].end_s, life.spans()[-1].num_steps) == (4.0, 2)
 
@@ -74,10 +74,10 @@ def test_decode_steps_are_one_span_until_the_request_is_left_out_for_long() -> N
     life = Life(0.0, "submitted")
     life.enter(K.READY, 0.0, "w0", 0, "")
     for i in range(1000):
-        life.computed("w0", 8 + i, 9 + i, i * 0.1, i * 0.1 + 0.1, decode=True)
+        life.computed("w0", 8 + i, 9 + i, i * 0.1, i * 0.1 + 0.1, True)
     assert kinds(life.spans()) == [K.QUEUED, K.READY, K.DECODE]
     assert (life.spans()[-1].first, life.spans()[-1].end) == (8, 1008)
-    life.computed("w0", 1008, 1009, 105.0, 105.1, decode=True)
+    life.computed("w0", 1008, 1009, 105.0, 105.1, True)
     assert kinds(life.spans())[2:] == [K.DECODE, K.DECODE]
 
 
@@ -103,8 +103,8 @@ def test_a_step_that_is_said_to_be_longer_than_it_can_have_been_begins_after_wha
 ):
     life = Life(0.0, "submitted")
     life.enter(K.READY, 5.0, "w0", 0, "")
-    life.computed("w0", 0, 8, 1.0, 6.0, decode=False)
-    life.computed("w0", 8, 16, 5.5, 7.0, decode=False)
+    life.computed("w0", 0, 8, 1.0, 6.0, False)
+    life.computed("w0", 8, 16, 5.5, 7.0, False)
     assert [(s.start_s, s.end_s) for s in life.spans()] == [
         (0.0, 5.0),
         (5.0, 5.0),
