@@ -85,6 +85,7 @@ class BatchProgress:
     """How far a batch is."""
 
     finished: Finished
+    """Sums over the output: `num_failed`, `num_tokens`, `logprob`; `rows` are those in it."""
     num_rows: int | None
     """Of the input; None where that is a stream."""
     num_resumed: int

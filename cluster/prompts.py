@@ -61,7 +61,7 @@ def parse_prompt(
             raise _refusal(
                 f"a prompt is not an array of {prompt.dtype} with shape {prompt.shape}: {_FORMS}"
             )
-        return _checked_ids(prompt.tolist(), vocab_size), None
+        return _checked_array(prompt, vocab_size), None
     if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
         return _checked_ids(prompt, vocab_size), None
     raise _refusal(f"a prompt is not a {type(prompt).__name__}: {_FORMS}")
@@ -166,10 +166,24 @@ def _checked_ids(token_ids: Sequence[Any], vocab_size: int) -> IntArray:
         if not _is_number(token):
             raise _refusal(f"prompt token {where} is {token!r}, which is no token id: {_FORMS}")
         if not 0 <= token < vocab_size:
-            raise _refusal(
-                f"prompt token {where} is {token}; token ids here are from 0 to {vocab_size - 1}"
-            )
+            raise _out_of_range(where, token, vocab_size)
     return int_array(token_ids)
+
+
+def _checked_array(token_ids: np.ndarray[Any, Any], vocab_size: int) -> IntArray:
+    if not len(token_ids):
+        raise _refusal("the prompt is empty: give at least one token")
+    wrong = (token_ids < 0) | (token_ids >= vocab_size)
+    if wrong.any():
+        where = int(wrong.argmax())
+        raise _out_of_range(where, token_ids[where], vocab_size)
+    return int_array(token_ids)
+
+
+def _out_of_range(where: int, token: int, vocab_size: int) -> InvalidRequest:
+    return _refusal(
+        f"prompt token {where} is {token}; token ids here are from 0 to {vocab_size - 1}"
+    )
 
 
 def _is_number(value: object) -> bool:

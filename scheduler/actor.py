@@ -42,6 +42,7 @@ from scheduler.loop import SchedulerLoop
 from scheduler.messages import Submission, WorkerInfo
 from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.restarts import RestartLimits
+from scheduler.scaling import Scaling, ScalingLimits
 from scheduler.state import SchedulerState
 from scheduler.supervisor import Fleet, Supervisor
 
@@ -109,6 +110,8 @@ class EngineSpec:
     restarts: RestartLimits = field(default_factory=RestartLimits)
     publish: Callable[[EngineStats], None] | None = None
     """Tells the engine's counters to whoever watches; called once a second, on another thread."""
+    scaling: ScalingLimits | None = None
+    """Between how many workers the engine follows its load; None: it keeps `num_workers`."""
 
 
 class SchedulerActor:
@@ -130,6 +133,7 @@ class SchedulerActor:
             spec.num_workers,
             self._epoch,
             limits=spec.restarts,
+            scaling=Scaling(spec.scaling) if spec.scaling is not None else None,
             patience_s=spec.startup_timeout_s,
             on_bug=self._on_bug,
         )

@@ -71,6 +71,7 @@ from scheduler.messages import (
 )
 from scheduler.outbox import PollAnswer
 from scheduler.request import Request
+from scheduler.scaling import Load
 from scheduler.state import SchedulerState
 from scheduler.store_calls import StoreCalls
 from scheduler.timings import Timings
@@ -238,6 +239,10 @@ class SchedulerLoop:
     def worker_uses(self) -> list[WorkerUse]:
         """Return what each worker is used for."""
         return self._state.worker_uses()
+
+    def load(self) -> Load:
+        """Return what there is to do and was done, for all workers but those that are drained."""
+        return self._state.load(self._clock())
 
     def journal_stats(self) -> dict[str, Any] | None:
         """Return what the journal says of itself; None where there is none."""

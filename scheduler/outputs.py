@@ -157,6 +157,7 @@ class CompletionOutput:
     """What happened to it and when, see `scheduler.life`; None where a journal told the result."""
 
     def finished(self) -> bool:
+        """Whether it has ended."""
         return self.finish_reason is not None
 
 
@@ -168,6 +169,7 @@ class RequestOutput:
     prompt: str | None
     """The text that was given; None where token ids were given."""
     prompt_token_ids: list[int]
+    """What was computed: special tokens that the tokenizer puts around a text are among them."""
     prompt_logprobs: PromptLogprobsView | None
     """None where they were not asked for, or the request was cancelled before the prompt's end."""
     outputs: list[CompletionOutput]
@@ -195,4 +197,6 @@ class CompletionDelta:
     prompt_logprobs: PromptLogprobsView | None = None
     """All of them, in the first delta of index 0."""
     finish_reason: str | None = None
+    """See `CompletionOutput`; None until the last delta of this continuation."""
     stop_reason: int | str | None = None
+    """See `CompletionOutput`."""

@@ -71,7 +71,7 @@ from scheduler.messages import (
     WorkerUse,
 )
 from scheduler.migration import start_migration, take_copy
-from scheduler.reports import request_info, request_life, worker_report, worker_use
+from scheduler.reports import load_of, request_info, request_life, worker_report, worker_use
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
@@ -82,6 +82,7 @@ from scheduler.residency import (
     load,
     requeue,
 )
+from scheduler.scaling import Load
 from scheduler.stepping import fail_batch, start_steps, suspect_batch, take_batch
 from scheduler.submissions import content_hash, submission_of
 from scheduler.timings import Timings
@@ -142,6 +143,12 @@ class SchedulerState:
     def worker_uses(self) -> list[WorkerUse]:
         """Return what each worker is used for, as of the latest event."""
         return [worker_use(worker, self._core.now_s) for worker in self._core.workers.values()]
+
+    def load(self, now_s: float) -> Load:
+        """Return what there is to do and was done."""
+        core = self._core
+        staying = [worker for worker in core.workers.values() if not worker.is_draining]
+        return load_of(core.head(), core.num_queued_tokens, staying, core.stats, now_s)
 
     def request_infos(self, now_s: float) -> list[RequestInfo]:
         """Return what operators see of each live request, in order of service."""
