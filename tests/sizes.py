@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGES = ("scheduler.", "offload_store.")
-BOUNDED = {"BlockPool", "PrefixIndex", "Roster", "RowCache", "SchedulerStats"}
+BOUNDED = {"BlockPool", "Histogram", "PrefixIndex", "Roster", "RowCache", "SchedulerStats"}
 """Containers of these can't outgrow the workers and their pools, a number of bytes or a list of
-reasons. Nor can a deque of a given length outgrow that."""
+reasons or bounds. Nor can a deque of a given length outgrow that."""
 
 
 def sizes(root: Any) -> dict[str, int]:
