@@ -23,18 +23,16 @@ settings.register_profile(
 settings.load_profile("haversack")
 
 
+_ENGINE_FIXTURE, _ENGINE_UNIT = "shared_client", "one engine"
 _SHARING = {
     "tests/http/": "one endpoint",
-    **dict.fromkeys(
-        (
-            "tests/engine/test_batches.py",
-            "tests/engine/test_cli.py",
-            "tests/engine/test_client.py",
-            "tests/engine/test_ray_data.py",
-            "tests/engine/test_scoring.py",
-        ),
-        "one engine",
-    ),
+    "tests/engine/test_batches.py": _ENGINE_UNIT,
+    "tests/engine/test_cli.py": _ENGINE_UNIT,
+    "tests/engine/test_client.py": _ENGINE_UNIT,
+    "tests/engine/test_ray_data.py": _ENGINE_UNIT,
+    "tests/engine/test_report.py": _ENGINE_UNIT,
+    "tests/engine/test_scoring.py": _ENGINE_UNIT,
+    "tests/engine/test_tracing.py": _ENGINE_UNIT,
 }
 """Tests, by how their ids begin, that share what takes long to start: they stay together."""
 _LONGEST = (
@@ -43,7 +41,7 @@ _LONGEST = (
     "tests/hosts/test_lost_hosts.py",
     "tests/sim/test_state_machine.py",
     "one endpoint",
-    "one engine",
+    _ENGINE_UNIT,
 )
 """What begins, so that no process is left alone with it at the end."""
 
@@ -73,6 +71,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Have the longest units begin, where several processes share the tests out."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if _ENGINE_FIXTURE in fixtures and _unit_of(item.nodeid) != _ENGINE_UNIT:
+            raise pytest.UsageError(
+                f"{item.nodeid} shares an engine: tests/conftest.py tells of it"
+            )
     if hasattr(config, "workerinput"):
         rank = {unit: place for place, unit in enumerate(_LONGEST)}
         items.sort(key=lambda item: rank.get(_unit_of(item.nodeid), len(rank)))

@@ -294,7 +294,7 @@ const pictures = (() => {
     const track = list(`Life of ${view.id}`, "track", bars(view.spans));
     track.prepend(...stays(view.spans));
     return el("div", { class: "life" },
-      el("button", { type: "button", on: { click: () => open(view.id) }, title: view.id },
+      el("button", { type: "button", on: { click: () => open(view.id) }, title: `${view.id}: ${view.state}` },
         el("span", { class: "name mono small" }, view.id),
         el("span", { class: "state" }, view.state)),
       track);

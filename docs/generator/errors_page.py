@@ -80,7 +80,6 @@ _WHAT_TO_DO: dict[str, str] = {
     "UnknownModel": "Give one of the names that `/v1/models` lists, or leave `model` out.",
     "InvalidKey": "Send a key as `Authorization: Bearer <key>`.",
     "BodyTooLarge": "Send less at once, or start the endpoint with a larger `--max-body-bytes`.",
-    "RequestCancelled": "Send it again if it was not you who cancelled it.",
 }
 _BEFORE_THE_ENDPOINT = {
     "InvalidConfig",

@@ -7,6 +7,7 @@ and settings have pages of their own.
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ from docs.generator.source import (
     fields_of,
     is_property,
     markdown,
+    members_of,
     methods_of,
     parsed_class,
     signature,
 )
 from scheduler.errors import HaversackError
-from scheduler.messages import RequestInfo, SchedulerStats, WorkerReport
+from scheduler.life import Span, SpanKind
+from scheduler.messages import Lives, RequestInfo, RequestLife, SchedulerStats, WorkerReport
 from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.outputs import PromptLogprobsView, SampleLogprobsView, _LogprobsView
 from scheduler.request import RequestStats
@@ -79,8 +82,18 @@ def _groups() -> list[_Group]:
         _Group("Settings", "", [cluster.EngineConfig]),
         _Group(
             "Looking after an engine",
-            "What `Client.info`, `workers`, `requests` and `stats` return.",
-            [EngineInfo, WorkerReport, RequestInfo, EngineStats, SchedulerStats],
+            "What `Client.info`, `workers`, `requests`, `stats` and `lives` return.",
+            [
+                EngineInfo,
+                WorkerReport,
+                RequestInfo,
+                EngineStats,
+                SchedulerStats,
+                Lives,
+                RequestLife,
+                Span,
+                SpanKind,
+            ],
         ),
     ]
 
@@ -179,6 +192,8 @@ def _callable(title: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDe
 
 
 def _fields_table(cls: type) -> str | None:
+    if issubclass(cls, enum.Enum):
+        return "\n".join(f"- `{value}`: {text}" for value, text in members_of(cls)) + "\n"
     fields = [field for field in fields_of(cls) if not field.name.startswith("_")]
     if not fields:
         return None

@@ -49,6 +49,16 @@ def fields_of(cls: type) -> list[Field]:
     return found
 
 
+def members_of(cls: type) -> list[tuple[str, str]]:
+    """Return the values of an enum's members as they were written, with the texts below them."""
+    body = parsed_class(cls).body
+    return [
+        (ast.unparse(node.value), _text_of(after))
+        for node, after in zip(body, [*body[1:], None], strict=True)
+        if isinstance(node, ast.Assign)
+    ]
+
+
 def alias_text(module: Any, name: str) -> str:
     """Return the text below a module's assignment to a name."""
     body = ast.parse(Path(inspect.getfile(module)).read_text(encoding="utf-8")).body

@@ -14,11 +14,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster import Client, EngineUnavailable, InvalidRequest, SamplingParams
-from tests.engine.conftest import DEADLINE_S, ENGINE
+from tests.engine.conftest import DEADLINE_S, ENGINE, LASTING
 from tests.unit.test_otel import CALLER
 
 SHORT = SamplingParams(max_tokens=3, prompt_logprobs=1, temperature=0.0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
 
 
 def slices(path: Path) -> Counter[str]:
@@ -30,7 +29,7 @@ def test_a_trace_has_ones_own_requests_and_what_they_did(client: Client, tmp_pat
     path = tmp_path / "trace.json"
     with client.trace(path) as written:
         outputs = client.generate([[40, 41, 42]] * 3, SHORT, cache_salt="traced")
-        cancelled = client.submit([7] * 9, LONG, request_id="cancelled")
+        cancelled = client.submit([7] * 9, LASTING, request_id="cancelled")
         cancelled.cancel()
         cancelled.result(timeout=DEADLINE_S)
     client.submit([40], SHORT, request_id="later").result(timeout=DEADLINE_S)
@@ -75,7 +74,7 @@ def test_the_callers_trace_context_goes_all_the_way_and_back(
     client: Client, spans: InMemorySpanExporter
 ) -> None:
     """Another client that only knows the id tells spans of the first one's caller."""
-    handle = client.submit([40, 41], LONG, request_id="far", traceparent=CALLER)
+    handle = client.submit([40, 41], LASTING, request_id="far", traceparent=CALLER)
     with Client(name="shared", start=False, namespace=ENGINE["namespace"]) as other:
         followed = other.attach("far")
         assert followed.submission.traceparent == CALLER

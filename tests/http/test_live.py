@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import Client, SamplingParams
+from cluster import Client
 from tests.browser import Browser
-from tests.engine.conftest import DEADLINE_S
-from tests.pages.conftest import browser
+from tests.engine.conftest import DEADLINE_S, LASTING
+from tests.pictures.conftest import browser
 
 __all__ = ["browser"]
 
@@ -33,7 +33,6 @@ def test_the_page_is_there_without_a_key_and_the_events_are_not(guarded_url: str
 def test_events_tell_a_request_from_the_queue_to_its_end(
     http: httpx.Client, engine: Client
 ) -> None:
-    params = SamplingParams(max_tokens=450, ignore_eos=True, temperature=0)
     seen: dict[str, dict[str, Any]] = {}
 
     def follow(lines: Iterator[str], until: Callable[[], bool]) -> None:
@@ -51,7 +50,7 @@ def test_events_tell_a_request_from_the_queue_to_its_end(
     with http.stream("GET", "/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
-        handle = engine.submit([5] * 150, params, request_id="watched")
+        handle = engine.submit([5] * 150, LASTING, request_id="watched")
 
         def has_decoded() -> bool:
             return seen.get("watched", {}).get("output", 0) > 0

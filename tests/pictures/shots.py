@@ -1,4 +1,4 @@
-"""Takes the screenshots in docs/ from a real engine: python -m tests.pages.shots
+"""Takes the screenshots in docs/images from a real engine: python -m tests.pictures.shots
 
 Two workers of the default model score texts while requests are evicted and moved, and the live page
 is looked at while others are decoded and wait.
@@ -25,7 +25,7 @@ from scheduler.errors import HaversackError
 from scheduler.request import RequestStatus
 from tests.browser import Browser
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
     "Water boils at 100 degrees Celsius at sea level; on a mountain it boils at less.",
@@ -84,7 +84,7 @@ def shoot_report(client: Client, browser: Browser, folder: Path) -> None:
         shown.hover(".row:nth-child(4) .t:nth-child(9)")
         shown.js("window.scrollTo(0, 0)")
         shown.hover(".row:nth-child(1) .t:nth-child(5)")
-        shown.screenshot(DOCS / "report.png")
+        shown.screenshot(IMAGES / "report.png")
 
 
 def disturb(client: Client, over: threading.Event) -> None:
@@ -121,7 +121,7 @@ def shoot_live(client: Client, browser: Browser) -> None:
             over.set()
             disturber.join()
             shown.js("window.scrollTo(0, 0)")
-            shown.screenshot(DOCS / "live.png")
+            shown.screenshot(IMAGES / "live.png")
             for handle in handles:
                 handle.cancel()
     finally:
