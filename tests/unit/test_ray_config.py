@@ -17,6 +17,7 @@ from cluster.config import EngineConfig
 FILES = ["ray_config.yaml", "cluster/deploy/aws.yaml", "cluster/deploy/gcp.yaml"]
 ENGINE = "cluster/deploy/engine.yaml"
 NODE_VARIABLES = {
+    "RAY_AUTH_MODE": "disabled",
     "RAY_worker_niceness": "0",
     "RAY_grpc_client_keepalive_time_ms": "5000",
     "RAY_grpc_client_keepalive_timeout_ms": "5000",
