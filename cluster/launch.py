@@ -24,7 +24,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.config import EngineConfig
+from cluster.dashboards.placing import place_dashboard
 from cluster.fleet import RayFleet, end_parts, find_parts, part_name, resources
+from cluster.metrics import RayPublisher
 from scheduler.actor import CONCURRENCY_GROUPS, EngineSpec, SchedulerActor
 from scheduler.calls import Timeouts
 from scheduler.errors import EngineUnavailable, HaversackError, StartupFailed
@@ -180,6 +182,7 @@ def start_engine(
     except BaseException:
         kill_engine(handles)
         raise
+    place_dashboard()
     return handles
 
 
@@ -239,6 +242,7 @@ def engine_spec(
             max_restarts=config.max_worker_restarts,
             max_in_first_step=config.max_num_seqs.bit_length(),
         ),
+        publish=RayPublisher(config.name),
         scaling=_scaling(config, num_workers),
     )
     return spec, fleet

@@ -7,7 +7,14 @@ from msgspec import structs
 from scheduler.codec import id_array
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import LogprobRows
-from scheduler.messages import OutputDelta, RequestInfo, SchedulerStats, WorkerReport
+from scheduler.messages import (
+    OutputDelta,
+    RequestInfo,
+    RequestLife,
+    SchedulerStats,
+    WorkerReport,
+    WorkerUse,
+)
 from scheduler.request import FinishReason, Request
 from scheduler.scaling import Load
 
@@ -45,6 +52,7 @@ def output_deltas(live: LiveRequest) -> list[OutputDelta]:
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if is_last else None,
+        life=live.life.spans() if is_last else None,
         content_hash=request.content_hash,
     )
     return _with_rows(delta, None if failed else prompt_rows)
@@ -107,6 +115,29 @@ def worker_report(worker: WorkerView) -> WorkerReport:
     )
 
 
+def worker_use(worker: WorkerView, now_s: float) -> WorkerUse:
+    """Return what a worker is used for, with its time accounted for up to now."""
+    work = worker.work
+    work.settle(now_s)
+    return WorkerUse(
+        worker_id=worker.id,
+        num_running=len(worker.residents),
+        num_blocks=worker.pool.num_blocks,
+        num_used_blocks=worker.pool.num_used,
+        compute_s=work.compute_s,
+        dispatch_s=work.dispatch_s,
+        idle_s=work.idle_s,
+    )
+
+
+def request_life(live: LiveRequest, now_s: float) -> RequestLife:
+    """Return what has happened to a request."""
+    request = live.request
+    return RequestLife(
+        request_info(live, now_s), live.life.spans(), request.finish_reason, request.error
+    )
+
+
 def load_of(
     head: LiveRequest | None,
     num_queued_tokens: int,
@@ -153,4 +184,5 @@ def request_info(live: LiveRequest, now_s: float) -> RequestInfo:
         num_migrations=request.stats.num_migrations,
         num_workers_lost=request.stats.num_workers_lost,
         waited_s=max(now_s - live.submitted_s, 0.0),
+        arrival=request.arrival,
     )

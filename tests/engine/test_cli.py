@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cluster import Client, SamplingParams, cli_tools
 from cluster.cli import app
-from tests.engine.conftest import DEADLINE_S, ENGINE, actors_of, wait_for
+from tests.engine.conftest import DEADLINE_S, ENGINE, LASTING, actors_of, wait_for
 
 
 @pytest.fixture
@@ -80,8 +80,7 @@ def test_the_status_names_model_workers_and_counters(shell: CliRunner, tiny_mode
 
 
 def test_an_operator_sees_and_moves_a_request(shell: CliRunner, client: Client) -> None:
-    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
-    handle = client.submit([40, 41, 42], params, request_id="moved")
+    handle = client.submit([40, 41, 42], LASTING, request_id="moved")
     wait_for(lambda: any(i.num_output_tokens for i in client.requests()), "it is decoded")
     (row,) = answer(shell, "requests")["requests"]
     assert (row["request_id"], row["num_prompt_tokens"]) == ("moved", 3)
@@ -149,8 +148,7 @@ def test_and_what_to_do_is_said(shell: CliRunner, arguments: list[str], hint: st
 
 
 def test_the_engine_is_watched(shell: CliRunner, client: Client, tiny_model: str) -> None:
-    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
-    handle = client.submit([40, 41, 42], params, request_id="seen")
+    handle = client.submit([40, 41, 42], LASTING, request_id="seen")
     wait_for(lambda: any(i.num_output_tokens for i in client.requests()), "it is decoded")
     looks = ["top", "--count", "2", "--interval", "0.01"]
     done = shell.invoke(app, [*looks, "--json"])
@@ -221,7 +219,7 @@ def test_rows_come_through_a_pipe_and_go_into_one(shell: CliRunner, client: Clie
 
 def test_the_benchmarks_are_listed() -> None:
     facts = answer(CliRunner(), "bench")
-    assert {"memory", "resilience"} <= set(facts["benchmarks"])
+    assert {"memory", "resilience", "evaluation"} <= set(facts["benchmarks"])
     assert "What evictions, migrations" in CliRunner().invoke(app, ["bench"]).stdout
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from cluster import Client, SamplingParams
-from tests.engine.conftest import ENGINE, assert_equal_bits, wait_for
+from tests.engine.conftest import ENGINE, LASTING, assert_equal_bits, wait_for
 
 pytestmark = [pytest.mark.usefixtures("local_cluster"), pytest.mark.slow]
 
 PROMPTS = [[40 + (i * j) % 100 for j in range(90)] for i in range(1, 7)]
 PARAMS = SamplingParams(max_tokens=60, prompt_logprobs=1, logprobs=1, seed=3, ignore_eos=True)
-NUM_ROUNDS = 40
+NUM_ROUNDS = 5
 
 
 def test_one_worker_becomes_three_under_a_burst_and_one_again(tiny_model: str) -> None:
@@ -19,7 +19,10 @@ def test_one_worker_becomes_three_under_a_burst_and_one_again(tiny_model: str) -
     with Client(model=tiny_model, name="elastic", **ENGINE | elastic) as client:
         expected = client.generate(PROMPTS, PARAMS)
         burst = client.submit_many(PROMPTS * NUM_ROUNDS, PARAMS)
+        crowd = client.submit_many([PROMPTS[0]] * 200, LASTING)
         wait_for(lambda: len(client.workers()) == 3, "two more workers have joined")
+        for handle in crowd:
+            handle.cancel()
         assert_equal_bits(burst, expected * NUM_ROUNDS)
         wait_for(lambda: len(client.workers()) == 1, "the idle ones have left")
         stats = client.stats().scheduler
