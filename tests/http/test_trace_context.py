@@ -54,6 +54,10 @@ class Collector:
             above = parents[above]
         return above.hex()
 
+    def parts(self, span: Span) -> list[str]:
+        """The names of the spans right below one."""
+        return [each.name for each in list(self.spans) if each.parent_span_id == span.span_id]
+
     def requests(self, trace_id: str) -> list[Span]:
         """The spans of requests that belong to a trace."""
         return [
@@ -94,8 +98,7 @@ def test_what_an_http_request_asks_for_is_told_below_its_caller(
     wait_for(lambda: len(collector.requests(trace_id)) == count, "its spans are told")
     for span in collector.requests(trace_id):
         wait_for(lambda: collector.root_of(span) == "b7ad6b7169203331", "it is below its caller")  # noqa: B023
-        parts = [s.name for s in collector.spans if s.parent_span_id == span.span_id]
-        assert "prefill" in parts
+        wait_for(lambda: "prefill" in collector.parts(span), "its parts are told")  # noqa: B023
 
 
 def test_a_trace_context_that_is_malformed_is_ignored(

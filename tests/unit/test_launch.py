@@ -86,6 +86,7 @@ def test_a_head_that_could_not_serve_a_client_is_asked_again(
         if error is not None:
             raise error
 
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(launch.ray, "init", init)
     config = EngineConfig(ray_address="ray://h:10001")
     assert launch.connect_to_ray(config)
