@@ -189,7 +189,8 @@ def listening(host: Host) -> dict[int, set[str]]:
 
 def is_clean(host: Host) -> bool:
     """Whether no process of what `ray up` installed is left on a host."""
-    return not host.says("grep -qsz haversack/.venv /proc/[0-9]*/cmdline")
+    # The pattern is one that the command itself does not match.
+    return not host.says("grep -qsz haversack/[.]venv /proc/[0-9]*/cmdline")
 
 
 @pytest.fixture
