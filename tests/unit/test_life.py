@@ -139,6 +139,17 @@ def test_what_was_computed_again_is_not_joined_to_what_was_before() -> None:
     assert sum(span.num_steps for span in chunks) == MAX_SPANS + 9
 
 
+def test_chunks_of_two_workers_are_not_joined() -> None:
+    num_here = MAX_SPANS // 2 + 1
+    life = life_of_chunks(num_here)
+    for i in range(num_here, MAX_SPANS):
+        life.computed("w1", 8 * i, 8 * i + 8, 1.0 + 0.1 * i, 1.1 + 0.1 * i, False)
+    chunks = [span for span in life.spans() if span.kind is K.PREFILL]
+    assert len(chunks) < MAX_SPANS, "some were joined"
+    here, there = ([s for s in chunks if s.worker_id == name] for name in ("w0", "w1"))
+    assert here[-1].end == there[0].first == 8 * num_here
+
+
 def test_what_can_not_be_joined_is_left_out_and_counted() -> None:
     life = Life(0.0, "submitted")
     for i in range(1000):
