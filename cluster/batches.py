@@ -129,7 +129,8 @@ class BatchWatcher:
 
     def goes_on(self) -> None:
         """See that it goes on: told for each row that is read and, while results are waited for, a
-        few times a second; never between a result's being written and its being counted."""
+        few times a second; never between a result's being written and its being counted.
+        """
 
 
 class Batch:
