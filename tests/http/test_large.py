@@ -152,9 +152,7 @@ def test_everybody_else_is_answered_while_a_long_prompt_is_tokenised(
     assert post(http, "/tokenize", body).status_code == 200  # the process is there
     answers: list[httpx.Response] = []
     thread = threading.Thread(
-        target=lambda: answers.append(
-            httpx.post(f"{main_url}/tokenize", json=body, timeout=DEADLINE_S)
-        )
+        target=lambda: answers.append(httpx.post(f"{main_url}/tokenize", json=body, timeout=None))
     )
     pids = helper_pids()
     assert pids
@@ -162,7 +160,7 @@ def test_everybody_else_is_answered_while_a_long_prompt_is_tokenised(
         os.kill(each, signal.SIGSTOP)
     try:
         thread.start()
-        for _ in range(50):
+        for _ in range(30):
             assert http.get("/health").status_code == 200
             assert http.get("/v1/models").status_code == 200
             small = {"prompt": "Hi", "max_tokens": 1}
