@@ -22,7 +22,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.hosts.conftest import Console, engine_settings, make_fleet, wait_for
+from tests.hosts.conftest import (
+    Console,
+    engine_settings,
+    in_mid_prefill,
+    make_fleet,
+    wait_for,
+)
 from tests.hosts.fleet import SYSTEM_PATH, Fleet, Host
 from tests.hosts.ray_on_hosts import ENVIRONMENT, PYTHON, ROOT, ray_address
 
@@ -154,11 +160,7 @@ class Operator:
 
     def begin(self, name: str, host: Host) -> list[str]:
         """Submit, and return when a request is in the middle of its prompt on a host."""
-        request_ids = self.submit(name)
-        self.console.ask(
-            "wait_for_prefill", address=host.address, num_computed_tokens=NUM_COMPUTED_TOKENS
-        )
-        return request_ids
+        return in_mid_prefill(self.console, name, host, NUM_COMPUTED_TOKENS)[0]
 
     def num_lost(self, request_ids: list[str]) -> int:
         """Wait for results, which are as if nothing had happened; return how many lost a worker."""

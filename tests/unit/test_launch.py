@@ -14,9 +14,8 @@ from scheduler.scaling import ScalingLimits
 
 def on(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, float]) -> None:
     """Have a cluster of nodes with these resources."""
-    alive: list[dict[str, Any]] = [{"Alive": True, "Resources": node} for node in nodes]
     total = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
-    monkeypatch.setattr(launch, "_nodes", lambda: alive)
+    monkeypatch.setattr(launch, "resources_of_nodes", lambda: list(nodes))
     monkeypatch.setattr(launch, "resources", lambda which: total)
 
 
