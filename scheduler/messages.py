@@ -121,6 +121,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """Equal for workers whose KV blocks are interchangeable bit for bit."""
     pid: int = 0
     node_id: str = ""
+    tensor_parallel_size: int = 1
+    """Processes that compute the model together."""
 
 
 # ---------------------------------------------------------------- client -> scheduler -> client
@@ -226,6 +228,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     node_id: str
     pid: int
     device: str
+    """Of each of its processes; that of a worker of several is given with their number."""
     is_draining: bool
     num_running: int
     """Requests that have blocks there."""
