@@ -123,6 +123,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     node_id: str = ""
     tensor_parallel_size: int = 1
     """Processes that compute the model together."""
+    other_node_ids: tuple[str, ...] = ()
+    """Where those are, but for the first, which is the worker."""
 
 
 # ---------------------------------------------------------------- client -> scheduler -> client
@@ -228,7 +230,6 @@ class WorkerReport(msgspec.Struct, frozen=True):
     node_id: str
     pid: int
     device: str
-    """Of each of its processes; that of a worker of several is given with their number."""
     is_draining: bool
     num_running: int
     """Requests that have blocks there."""
@@ -236,6 +237,14 @@ class WorkerReport(msgspec.Struct, frozen=True):
     """Known tokens that it still has to compute."""
     num_blocks: int
     num_used_blocks: int
+    tensor_parallel_size: int = 1
+    """Processes that compute its model together, each on a device like `device`."""
+
+    @property
+    def devices(self) -> str:
+        """What it computes on, in words."""
+        size = self.tensor_parallel_size
+        return self.device if size == 1 else f"{size} x {self.device}"
 
 
 class WorkerUse(msgspec.Struct, frozen=True):
