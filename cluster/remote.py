@@ -70,10 +70,17 @@ async def call(who: str, answer: Awaitable[T]) -> T:
 class RemoteWorker:
     """A `scheduler.fleet.FleetWorker` behind the handle of a `WorkerActor`."""
 
-    def __init__(self, worker_id: str, handle: Any, epoch: int) -> None:
-        """Call the worker as the scheduler of `epoch`."""
+    def __init__(
+        self, worker_id: str, handle: Any, epoch: int, give_back: Callable[[], None] | None = None
+    ) -> None:
+        """Call the worker as the scheduler of `epoch`.
+
+        Args:
+            give_back: gives back what the worker's end leaves, if that is anything; may block.
+        """
         self.handle = handle
         self.epoch = epoch
+        self._give_back = give_back
         self.num_steps_begun = 0
         self.num_steps_done = 0
         self._name = f"worker {worker_id}"
@@ -110,6 +117,8 @@ class RemoteWorker:
 
     def kill(self) -> None:
         _threads.submit(_kill, self.handle, True)
+        if self._give_back is not None:
+            _threads.submit(self._give_back)
 
 
 def _kill(handle: Any, no_restart: bool) -> None:

@@ -126,6 +126,11 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     other_node_ids: tuple[str, ...] = ()
     """Where those are, but for the first, which is the worker."""
 
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """Nodes without which the worker is lost."""
+        return (self.node_id, *self.other_node_ids)
+
 
 # ---------------------------------------------------------------- client -> scheduler -> client
 

@@ -36,7 +36,7 @@ import ray
 from scheduler.codec import decode, encode
 from scheduler.errors import InvariantViolation, StaleEpoch
 from scheduler.messages import SchedulerOutput
-from workers.ranks.actor import CONCURRENCY_GROUPS, RemoteFollowers
+from workers.ranks.actor import RemoteFollowers, node_address
 from workers.runner_settings import RunnerSettings
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CONCURRENCY_GROUPS = {"read": 1, "write": 1, "control": 1}
+"""For `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor)`."""
 _SEGMENT_TIMEOUT_S = 30.0
 """Longest wait for a segment of KV data; past it the data counts as lost."""
 
@@ -253,7 +255,7 @@ class WorkerActor:
         fingerprints, self._other_node_ids = zip(*others.loaded(), strict=True)
         fingerprint = joint_fingerprint([model.fingerprint, *fingerprints])
         model = dataclasses.replace(model, fingerprint=fingerprint)
-        address = ray.util.get_node_ip_address()
+        address = node_address()
         port = ranks.open(address)
         joined = others.call("join", address, port)
         ranks.join(address, port, address, model.device)

@@ -3,8 +3,8 @@
 The worker makes them, one each for the further bundles of the placement group that it is in itself,
 and nobody else calls them. Rules:
 - They belong to the worker, so Ray ends them when it ends, however it ends and whatever they do.
-- When one of them ends, or fails in anything that it was to do with the others, the worker's process
-  ends at once: its other threads may be in a call that waits for that one, and would stay in it.
+- When one of them ends, or fails in what it was to do with the others, the worker's process ends at
+  once: its other threads may be in a call that waits for that one, and would stay in it.
 - They take steps, reads and writes in the order in which the worker sends them, each kind in a
   thread of its own as in the worker.
 - They serve no epoch: the worker calls them only for a call that it was right to take.
@@ -35,8 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY_GROUPS = {"read": 1, "write": 1, "control": 1}
-"""For `ray.remote`, of a worker and of its other ranks."""
+_CONCURRENCY_GROUPS = {"read": 1, "write": 1, "control": 1}
+
+
+def node_address() -> str:
+    """Return the address at which Ray reaches this node."""
+    ask: Any = ray.nodes
+    own_id = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ask() if node["NodeID"] == own_id)
 
 
 def end_process(who: str, why: object) -> NoReturn:
@@ -80,9 +86,8 @@ class FollowerActor:
     def join(self, address: str, port: int) -> None:
         """Meet the other ranks; see `Ranks.join`."""
         assert self._model is not None
-        own_address = ray.util.get_node_ip_address()
         with self._or_end():
-            self._model.ranks.join(address, port, own_address, self._model.device)
+            self._model.ranks.join(address, port, node_address(), self._model.device)
 
     def execute(self, data: bytes) -> None:
         """Compute this share of an encoded `SchedulerOutput`."""
@@ -141,7 +146,8 @@ class RemoteFollowers:
         """
         self._worker_id = worker_id
         group = ray.util.get_current_placement_group()
-        kind: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(FollowerActor)
+        decorate: Any = ray.remote
+        kind = decorate(concurrency_groups=_CONCURRENCY_GROUPS)(FollowerActor)
         self._handles = [
             kind.options(
                 **options,

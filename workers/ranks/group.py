@@ -36,9 +36,7 @@ class Ranks:
 
     def open(self, address: str) -> int:
         """Have others meet this process at `address`; return the port, which the system picks."""
-        from torch.distributed import TCPStore
-
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self._store = _distributed().TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, address: str, port: int, own_address: str, device: torch.device) -> None:
@@ -49,14 +47,13 @@ class Ranks:
             own_address: of this process, where the others reach it.
             device: whose numbers are to be summed.
         """
-        from torch.distributed import PrefixStore, TCPStore
-
+        distributed = _distributed()
         if self._store is None:
-            self._store = TCPStore(address, port, is_master=False)
-        messages = PrefixStore("messages", self._store)
+            self._store = distributed.TCPStore(address, port, is_master=False)
+        messages = distributed.PrefixStore("messages", self._store)
         self._messages = self._parts = _gloo(messages, self.rank, self.size, own_address)
         if device.type == "cuda":
-            self._parts = _nccl(PrefixStore("parts", self._store), self.rank, self.size)
+            self._parts = _nccl(distributed.PrefixStore("parts", self._store), self.rank, self.size)
         self.sum(torch.zeros(1, device=device))
         self.from_first(np.zeros(1, np.int32))
 
@@ -65,7 +62,8 @@ class Ranks:
         if self._parts is None:
             return part.float()
         parts = part.new_empty((self.size, part.numel()))
-        self._parts._allgather_base(parts.view(-1), part.reshape(-1), _gather_options()).wait()
+        options = _distributed().distributed_c10d.AllgatherOptions()
+        self._parts._allgather_base(parts.view(-1), part.reshape(-1), options).wait()
         total = parts[0].float()
         for other in parts[1:]:
             total += other
@@ -76,9 +74,18 @@ class Ranks:
         if self.size == 1:
             return values
         sent = torch.from_numpy(np.array(values, np.int32))
-        self._messages.broadcast([sent], _broadcast_options()).wait()
+        options = _distributed().distributed_c10d.BroadcastOptions()
+        options.rootRank = 0
+        self._messages.broadcast([sent], options).wait()
         received: IntArray = sent.numpy()
         return received
+
+
+def _distributed() -> Any:
+    """Return what torch has of this; a process that computes alone does without."""
+    from torch import distributed
+
+    return distributed
 
 
 def _gloo(store: Any, rank: int, size: int, own_address: str) -> Any:
@@ -87,9 +94,7 @@ def _gloo(store: Any, rank: int, size: int, own_address: str) -> Any:
     Left to itself gloo binds to what the machine's name resolves to, which other machines may not
     reach.
     """
-    from torch.distributed import ProcessGroupGloo
-
-    kind: Any = ProcessGroupGloo
+    kind = _distributed().ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=own_address)]
     options._timeout = _TIMEOUT
@@ -97,23 +102,7 @@ def _gloo(store: Any, rank: int, size: int, own_address: str) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    kind: Any = ProcessGroupNCCL
+    kind = _distributed().ProcessGroupNCCL
     options = kind.Options()
     options._timeout = _TIMEOUT
     return kind(store, rank, size, options)
-
-
-def _gather_options() -> Any:
-    from torch.distributed.distributed_c10d import AllgatherOptions
-
-    return AllgatherOptions()
-
-
-def _broadcast_options() -> Any:
-    from torch.distributed.distributed_c10d import BroadcastOptions
-
-    options = BroadcastOptions()
-    options.rootRank = 0
-    return options
