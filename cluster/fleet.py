@@ -103,6 +103,7 @@ class RayFleet:
         try:
             worker = self._remote(worker_id, await in_thread(self._get, worker_id), epoch)
         except ValueError:
+            await in_thread(self._give_back, worker_id)
             raise WorkerDied(f"{worker_id} has ended") from None
         try:
             try:
@@ -160,10 +161,7 @@ class RayFleet:
             pong.cancel()
 
     def _remote(self, worker_id: str, handle: Any, epoch: int) -> RemoteWorker:
-        if self.tensor_parallel_size == 1:
-            return RemoteWorker(worker_id, handle, epoch)
-        name = _group_name(self.namespace, self.name, worker_id)
-        return RemoteWorker(worker_id, handle, epoch, lambda: give_back(name.__eq__))
+        return RemoteWorker(worker_id, handle, epoch, lambda: self._give_back(worker_id))
 
     def _create_worker(self, worker_id: str) -> Any:
         """Ask Ray for a worker. It may wait for room; ValueError: the name is taken."""
@@ -173,10 +171,20 @@ class RayFleet:
             options["scheduling_strategy"] = in_new_group(
                 _group_name(self.namespace, self.name, worker_id),
                 self.tensor_parallel_size,
-                {kind: each for kind, each in self._each().items() if each},
+                {kind: amount for kind, amount in self._each().items() if amount},
                 resources_of_nodes(),
             )
-        return kind.options(**options).remote(worker_id, self.model, **self.worker_settings)
+        try:
+            return kind.options(**options).remote(worker_id, self.model, **self.worker_settings)
+        except BaseException:
+            self._give_back(worker_id)
+            raise
+
+    def _give_back(self, worker_id: str) -> None:
+        """Give back the room of a worker of several processes. Blocks."""
+        if self.tensor_parallel_size > 1:
+            own = _group_name(self.namespace, self.name, worker_id)
+            give_back(lambda name: name == own)
 
     # ------------------------------------------------------------------------ the other actors
 

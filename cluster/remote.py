@@ -71,12 +71,15 @@ class RemoteWorker:
     """A `scheduler.fleet.FleetWorker` behind the handle of a `WorkerActor`."""
 
     def __init__(
-        self, worker_id: str, handle: Any, epoch: int, give_back: Callable[[], None] | None = None
+        self, worker_id: str, handle: Any, epoch: int, give_back: Callable[[], None]
     ) -> None:
         """Call the worker as the scheduler of `epoch`.
 
         Args:
-            give_back: gives back what the worker's end leaves, if that is anything; may block.
+            worker_id: the worker's name in messages.
+            handle: of its actor.
+            epoch: see `workers.actor`.
+            give_back: gives back what was reserved for it beside its actor; may block.
         """
         self.handle = handle
         self.epoch = epoch
@@ -117,8 +120,7 @@ class RemoteWorker:
 
     def kill(self) -> None:
         _threads.submit(_kill, self.handle, True)
-        if self._give_back is not None:
-            _threads.submit(self._give_back)
+        _threads.submit(self._give_back)
 
 
 def _kill(handle: Any, no_restart: bool) -> None:

@@ -40,7 +40,7 @@ GREEDY = SamplingParams(
     max_tokens=12, prompt_logprobs=2, logprobs=1, temperature=0.0, ignore_eos=True
 )
 LONG = SamplingParams(
-    max_tokens=600, prompt_logprobs=1, logprobs=1, temperature=0.9, seed=3, ignore_eos=True
+    max_tokens=200, prompt_logprobs=1, logprobs=1, temperature=0.9, seed=3, ignore_eos=True
 )
 
 
@@ -114,6 +114,8 @@ def test_each_worker_has_its_processes_in_a_group_and_says_so(engine: Client) ->
     assert [worker.devices for worker in workers] == ["2 x cpu"] * 2
     ids = sorted(worker.worker_id for worker in workers)
     assert groups() == [f"{ENGINE['namespace']}/haversack-{NAME}-{name}" for name in ids]
+    table = ray.util.placement_group_table().values()
+    assert {group["strategy"] for group in table} == {"STRICT_PACK"}
     pids = {worker.pid for worker in workers} | {follower_pid(worker) for worker in workers}
     assert len(pids) == 4
 
