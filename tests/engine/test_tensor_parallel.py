@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,15 +70,20 @@ def groups() -> list[str]:
     return sorted(group["name"] for group in table if group["state"] != "REMOVED")
 
 
+def ask(worker: WorkerReport, question: Callable[[Any], Any]) -> Any:
+    """Ask a worker's process something that it tells nobody."""
+    handle = ray.get_actor(f"haversack-{NAME}-{worker.worker_id}", namespace=ENGINE["namespace"])
+    return ray.get(handle.__ray_call__.remote(question), timeout=DEADLINE_S)
+
+
 def follower_pid(worker: WorkerReport) -> int:
     """Return the process of a worker's second rank."""
 
-    def ask(own: Any) -> int:
+    def pid(own: Any) -> int:
         [handle] = own._loaded._followers._handles
         return int(ray.get(handle.__ray_call__.remote(lambda _: os.getpid())))
 
-    handle = ray.get_actor(f"haversack-{NAME}-{worker.worker_id}", namespace=ENGINE["namespace"])
-    return int(ray.get(handle.__ray_call__.remote(ask), timeout=DEADLINE_S))
+    return int(ask(worker, pid))
 
 
 def in_mid_prefill(client: Client) -> WorkerReport | None:
@@ -118,6 +123,21 @@ def test_each_worker_has_its_processes_in_a_group_and_says_so(engine: Client) ->
     assert {group["strategy"] for group in table} == {"STRICT_PACK"}
     pids = {worker.pid for worker in workers} | {follower_pid(worker) for worker in workers}
     assert len(pids) == 4
+
+
+def test_kv_of_workers_is_interchangeable_where_they_have_as_many_processes(
+    engine: Client, tiny_model: str
+) -> None:
+    """With another number its bits are others: no cache or journal may mix them."""
+
+    def fingerprint(own: Any) -> str:
+        return str(own._loaded.info("").model_fingerprint)
+
+    found = {ask(worker, fingerprint) for worker in engine.workers()}
+    assert len(found) == 1
+    model = load_model(tiny_model, dtype="float32")
+    runner = ModelRunner(model, num_blocks=1, block_size=ENGINE["block_size"])
+    assert runner.info("").model_fingerprint not in found
 
 
 def test_evicted_and_migrated_requests_keep_their_bits(
@@ -179,6 +199,18 @@ def test_when_one_process_is_lost_its_worker_is_replaced_and_no_request_sees_it(
         undisturbed[0]
     )
     assert_idle(engine)
+
+
+def test_a_process_that_is_lost_while_nothing_is_computed_is_noticed(engine: Client) -> None:
+    wait_for(lambda: len(engine.workers()) == 2, "both workers are there")
+    victim = engine.workers()[0]
+    os.kill(follower_pid(victim), signal.SIGKILL)
+    wait_for(lambda: not is_running(victim.pid), "the first process ends as well")
+    wait_for(
+        lambda: victim.worker_id not in [worker.worker_id for worker in engine.workers()],
+        "the loss is noticed",
+    )
+    wait_for(lambda: len(engine.workers()) == 2, "another worker is there")
 
 
 def test_a_restarted_scheduler_takes_workers_of_several_processes_over(
