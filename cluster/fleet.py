@@ -318,9 +318,13 @@ def _group_name(namespace: str, engine_name: str, worker_id: str) -> str:
 
 def give_back_groups(namespace: str, engine_name: str, keep: list[str]) -> None:
     """Give back the room of an engine's workers, but for those in `keep`. Blocks."""
-    kept = {_group_name(namespace, engine_name, worker_id) for worker_id in keep}
-    prefix = _group_name(namespace, engine_name, "worker-")
-    give_back(lambda name: name.startswith(prefix) and name not in kept)
+    prefix = _group_name(namespace, engine_name, "")
+
+    def is_theirs(name: str) -> bool:
+        part = name.removeprefix(prefix)
+        return name.startswith(prefix) and bool(_PART.fullmatch(part)) and part not in keep
+
+    give_back(is_theirs)
 
 
 def find_parts(namespace: str, engine_name: str) -> list[str]:

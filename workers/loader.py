@@ -7,6 +7,7 @@ output layer's. What does not fit is refused by the name of its architecture.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scheduler.codec import int_array
 from scheduler.errors import InvalidConfig, UnsupportedModel
 from workers import attention
 from workers.cpu_attention import MAX_HEAD_DIM
@@ -95,6 +97,11 @@ class LoadedModel:
     device: torch.device
     ranks: Ranks
     """Those that compute the model together; its layers hold the share of one of them."""
+
+    def agreed(self) -> LoadedModel:
+        """Return the model as its ranks, once they have joined, compute it: with equal batches."""
+        min_rows = self.ranks.from_first(int_array([self.min_rows]))
+        return dataclasses.replace(self, min_rows=int(min_rows[0]))
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

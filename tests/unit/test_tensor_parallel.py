@@ -22,7 +22,7 @@ from scheduler.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.runner_driver import RunnerDriver
 from workers.kv_cache import ByteArray, KVCache, LayerSpec
-from workers.loader import load_model
+from workers.loader import LoadedModel, load_model
 from workers.model_runner import ModelRunner
 from workers.ranks.group import Ranks
 from workers.ranks.runner import FollowingRunner, LeadingRunner
@@ -81,13 +81,16 @@ class Team:
         models = [load_model(str(folder), dtype=dtype, ranks=own) for own in ranks]
         port = ranks[0].open("127.0.0.1")
         device = torch.device("cpu")
+
+        def join(model: LoadedModel) -> LoadedModel:
+            model.ranks.join("127.0.0.1", port, "127.0.0.1", device)
+            return model.agreed()
+
         joining = [
-            pool.submit(own.join, "127.0.0.1", port, "127.0.0.1", device)
-            for pool, own in zip(self.threads.pools, ranks[1:], strict=True)
+            pool.submit(join, model)
+            for pool, model in zip(self.threads.pools, models[1:], strict=True)
         ]
-        ranks[0].join("127.0.0.1", port, "127.0.0.1", device)
-        for each in joining:
-            each.result(timeout=60)
+        models = [join(models[0]), *(each.result(timeout=60) for each in joining)]
         sizes = {"num_blocks": 120, "block_size": 16}
         self.threads.runners = [FollowingRunner(model, **sizes) for model in models[1:]]
         self.first = LeadingRunner(models[0], self.threads, **sizes)

@@ -69,25 +69,26 @@ class FollowerActor:
         return f"{self._worker_id} rank {self._rank}: {self._settings}"
 
     def load(self) -> tuple[str, str]:
-        """Load the share and make room for its KV; return its fingerprint and this node's id.
+        """Load the share; return its fingerprint and this node's id.
 
         Raises:
             HaversackError: see `workers.loader.load_model`.
         """
         from workers.ranks.group import Ranks
-        from workers.ranks.runner import FollowingRunner
 
         self._settings.use_threads()
-        model = self._settings.load_model(repr(self), Ranks(self._rank, self._size))
-        self._model = model
-        self._loaded = FollowingRunner(model, **self._settings.cache_size(model))
-        return model.fingerprint, ray.get_runtime_context().get_node_id()
+        self._model = self._settings.load_model(repr(self), Ranks(self._rank, self._size))
+        return self._model.fingerprint, ray.get_runtime_context().get_node_id()
 
     def join(self, address: str, port: int) -> None:
-        """Meet the other ranks; see `Ranks.join`."""
+        """Meet the other ranks, see `Ranks.join`, and make room for KV."""
+        from workers.ranks.runner import FollowingRunner
+
         assert self._model is not None
         with self._or_end():
             self._model.ranks.join(address, port, node_address(), self._model.device)
+            model = self._model.agreed()
+            self._loaded = FollowingRunner(model, **self._settings.cache_size(model))
 
     def execute(self, data: bytes) -> None:
         """Compute this share of an encoded `SchedulerOutput`."""

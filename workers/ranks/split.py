@@ -52,7 +52,8 @@ def split_model(model: Any, config: Any, ranks: Ranks) -> None:
     linears = {n: m for n, m in base.named_modules() if isinstance(m, nn.Linear)}
     styles = _styles(config, linears, ranks.size)
     _check_size(config, linears, styles, ranks.size)
-    for name, linear in linears.items():
+    for name in list(linears):
+        linear = linears.pop(name)  # the whole layer is freed when its share is there
         home, _, own_name = name.rpartition(".")
         share: nn.Module
         if styles[name] == _BY_OUTPUTS:
