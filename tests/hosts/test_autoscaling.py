@@ -1,0 +1,80 @@
+"""Ray's autoscaler adds machines to a cluster when the engine wants more workers, and removes them.
+
+The engine says how many workers there are to be, and a machine joins when one of them waits for
+room. So the cluster grows from one machine to three under a burst, and is back at one when that is
+over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.conftest import Console, make_fleet, wait_for
+from tests.hosts.fleet import Host
+from tests.hosts.ray_on_hosts import has_ray
+from tests.hosts.ray_up import Cluster
+
+pytestmark = pytest.mark.slow
+
+LINES = {
+    "min_workers: 2": "min_workers: 1",
+    "max_workers: 2": "max_workers: 3",
+    "idle_timeout_minutes: 30": "idle_timeout_minutes: 0.1",
+}
+ELASTIC = {
+    "min_workers": 1,
+    "max_workers": 3,
+    "target_queue_s": 0.5,
+    "worker_idle_s": 3.0,
+    "save_finished": True,
+    "enable_prefix_caching": True,
+}
+NUM_WAITING = 2
+"""Rounds of requests that are under way at once, which is more than a worker is to have."""
+GONE_S = 90.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tiny_model: Path) -> Iterator[Cluster]:
+    with make_fleet(tmp_path, 5, tiny_model, ssh=True) as fleet:
+        yield Cluster(fleet, tiny_model, 1, lines=LINES, **ELASTIC)
+
+
+def with_ray(machines: list[Host]) -> list[str]:
+    """Return the addresses of machines that are part of the cluster."""
+    return sorted(host.address for host in machines if has_ray(host))
+
+
+def test_machines_come_with_a_burst_and_go_after_it(cluster: Cluster) -> None:
+    """Each machine has room for one worker; nobody but the engine asks for anything."""
+    cluster.ray("up", "-y", "ray_config.yaml")
+    address = {"ray_address": f"ray://{cluster.head.address}:10001", "start": False}
+    console = Console(cluster.operator, address, num_requests=4)
+    undisturbed = console.run("calm")
+    assert len(with_ray(cluster.machines)) == 1
+
+    burst: deque[list[str]] = deque()
+    most = 1
+    for number in itertools.count():
+        if most < 3:
+            burst.append(console.ask("submit", name=f"burst-{number}")["request_ids"])
+        if len(burst) > NUM_WAITING or most == 3:
+            assert console.ask("results", request_ids=burst.popleft())["bits"] == undisturbed
+            most = max(most, len(console.ask("look")["workers"]))
+        if not burst:
+            break
+    assert len(with_ray(cluster.machines)) == 3
+
+    calm = console.ask("wait_until_idle", num_workers=1)
+    [left] = [worker["address"] for worker in calm["workers"].values()]
+    wait_for(lambda: with_ray(cluster.machines) == [left], GONE_S, "the others are removed")
+    assert list(console.ask("nodes")) == sorted([cluster.head.address, left])
+    counters = calm["scheduler"]
+    assert (counters["num_workers_drained"], counters["num_workers_lost"]) == (2, 0)
+    assert (counters["num_failed"], counters["num_recomputed_rows"]) == (0, 0)
+    assert console.run("after") == undisturbed
