@@ -30,10 +30,10 @@ ELASTIC = {
     "min_workers": 1,
     "max_workers": 3,
     "target_queue_s": 0.5,
-    "worker_idle_s": 3.0,
+    "worker_idle_s": 2.0,
     "save_finished": True,
-    "enable_prefix_caching": True,
 }
+"""Workers keep no KV when they go, but the store would."""
 NUM_WAITING = 2
 """Rounds of requests that are under way at once, which is more than a worker is to have."""
 GONE_S = 90.0
@@ -70,11 +70,11 @@ def test_machines_come_with_a_burst_and_go_after_it(cluster: Cluster) -> None:
             break
     assert len(with_ray(cluster.machines)) == 3
 
-    calm = console.ask("wait_until_idle", num_workers=1)
-    [left] = [worker["address"] for worker in calm["workers"].values()]
+    workers = console.ask("wait_until_idle", num_workers=1)["workers"]
+    [left] = [worker["address"] for worker in workers.values()]
     wait_for(lambda: with_ray(cluster.machines) == [left], GONE_S, "the others are removed")
-    assert list(console.ask("nodes")) == sorted([cluster.head.address, left])
-    counters = calm["scheduler"]
+    assert set(console.ask("nodes")) == {cluster.head.address, left}
+    counters = console.ask("look")["scheduler"]
     assert (counters["num_workers_drained"], counters["num_workers_lost"]) == (2, 0)
     assert (counters["num_failed"], counters["num_recomputed_rows"]) == (0, 0)
     assert console.run("after") == undisturbed
