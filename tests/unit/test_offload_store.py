@@ -543,6 +543,7 @@ def test_a_node_that_was_left_keeps_only_what_somebody_counts_on():
     a, b, c, d = (chain(name, 3) for name in "abcd")
     store.save("cached", a, node_id="left")
     store.save("owner", b, owned=True, node_id="left")
+    store.save("second", b, owned=True, node_id="stays")
     store.save("elsewhere", c, node_id="stays")
     unended = store.begin("late", d, node_id="left")
     store.look("reader", a[:1])
@@ -553,6 +554,8 @@ def test_a_node_that_was_left_keeps_only_what_somebody_counts_on():
     assert store.hit_blocks("reader", a) == 0
     assert store.end(unended) == 0, "nobody would come back for it"
     store.let_go("owner", forget=True)
+    assert store.hit_blocks("reader", b) == 3, "another one has found it there and counts on it"
+    store.let_go("second", forget=True)
     assert store.hit_blocks("reader", b) == 0
     assert store.hit_blocks("reader", c) == 3
     assert store.stats.num_evicted_blocks == 9
