@@ -100,7 +100,14 @@ class Arena:
     """The sides that are there, and the workloads' turns."""
 
     def __init__(
-        self, model: str, peers: list[str], repeats: int, sizes: Sizes, threads: int, show: Show
+        self,
+        model: str,
+        peers: list[str],
+        repeats: int,
+        sizes: Sizes,
+        threads: int,
+        workers: int,
+        show: Show,
     ) -> None:
         """Start the engine.
 
@@ -110,9 +117,11 @@ class Arena:
             repeats: of each workload.
             sizes: of the workloads; here, of what warms a side up.
             threads: of each side.
+            workers: of the engine, which share its threads.
             show: told how it goes.
         """
-        self._model, self._peer_names, self._threads = model, peers, threads
+        self._model, self._peer_names = model, peers
+        self._threads, self._workers = threads, workers
         self._repeats, self._sizes, self._show = repeats, sizes, show
         self.abouts: dict[str, dict[str, Any]] = {}
         """Side -> what it said of itself."""
@@ -121,7 +130,7 @@ class Arena:
         self._peers: dict[str, PeerSide] = {}
         self._used: set[str] = set()
         """Sides that have been measured since they were started."""
-        self.engine = Engine(model, threads)
+        self.engine = Engine(model, threads, workers)
         self._inputs = Inputs(self.engine.vocab_size)
         self._warm_up(self.engine)
 
@@ -206,7 +215,7 @@ class Arena:
         """Return the sides of a workload, the engine first; start those that are needed."""
         if workload.is_fresh and OURS in self._used:
             self.engine.close()
-            self.engine = Engine(self._model, self._threads)
+            self.engine = Engine(self._model, self._threads, self._workers)
             self._warm_up(self.engine)
         sides: list[Side] = [self.engine]
         for name in workload.peers:

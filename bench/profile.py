@@ -125,10 +125,13 @@ def watched(runner: ModelRunner, model: Any, watch: Stopwatch) -> Iterator[None]
 
     def patch(owner: Any, name: str, part: str) -> None:
         function = getattr(owner, name)
-        undo.append(lambda: setattr(owner, name, function))
+        is_own = name in vars(owner)
+        undo.append(lambda: setattr(owner, name, function) if is_own else delattr(owner, name))
         setattr(owner, name, watch.around(part, function))
 
     head = model.get_output_embeddings()
+    if hasattr(head, "parts"):
+        patch(head, "parts", HEAD)
     for module in model.modules():
         part = part_of(module, head)
         if part is not None:

@@ -1,7 +1,7 @@
 """The sides of the throughput benchmark: the engine, and its peers in processes of their own.
 
-A side can start and end, do a job, and name its processes. The engine runs with one worker and the
-settings that a user gets; beside what is said in `Engine` nothing is tuned.
+A side can start and end, do a job, and name its processes. The engine runs with the settings that a
+user gets; beside what is said in `Engine` nothing is tuned.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cluster import Client, RequestOutput, SamplingParams
 from cluster.launch import worker_variables
 from workers.model_store import resolve_model
 
+_KV_BYTES = 2**30
 _START_TIMEOUT_S = 600.0
 _JOB_TIMEOUT_S = 600.0
 
@@ -48,16 +49,21 @@ class Engine:
 
     name = OURS
 
-    def __init__(self, model: str, threads: int) -> None:
-        """Start an engine with one worker."""
-        settings: dict[str, Any] = {"model": model, "num_workers": 1, "num_threads": threads}
+    def __init__(self, model: str, threads: int, workers: int) -> None:
+        """Start an engine whose workers share the threads and the memory for KV."""
+        settings: dict[str, Any] = {
+            "model": model,
+            "num_workers": workers,
+            "num_threads": max(1, threads // workers),
+            "kv_cache_bytes": _KV_BYTES // workers,
+        }
         self._client = Client(name="bench-throughput", **settings)
         self._pids = engine_pids(self._client)
         self.vocab_size = self._client.info.limits.vocab_size
         self.max_model_len = self._client.info.limits.max_model_len
         self.about = settings | {
             key: self._client.info.settings[key]
-            for key in ("dtype", "kv_cache_bytes", "max_num_batched_tokens", "block_size")
+            for key in ("dtype", "max_num_batched_tokens", "block_size")
         }
 
     def run(self, job: Job) -> Outcome:

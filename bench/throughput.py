@@ -1,11 +1,13 @@
 """Throughput beside vLLM and transformers, in one run on one machine.
 
     python -m bench.throughput [--model NAME] [--peers vllm,transformers,linear]
-                               [--workloads unique,...] [--repeats 3] [--quick] [--results DIR]
+                               [--workloads unique,...] [--repeats 3] [--workers 2] [--quick]
+                               [--results DIR]
 
 Workload by workload, the engine and the peers take turns, and medians are compared; see
-`bench.workloads` for what is run and what is to be reached, `bench.peers` for how peers run. The
-engine has one worker. Every side has the same number of threads, bf16 weights and 1 GiB for KV.
+`bench.workloads` for what is run and what is to be reached, `bench.peers` for how peers run. Every
+side has the same number of threads, bf16 weights and 1 GiB for KV. The engine's workers share both;
+by default each has one thread, which keeps cores busier than threads that wait for each other do.
 
 Each workload is told as a JSON line, and all of it in the last one. A whole run also writes
 `throughput.json`, `throughput.md` and the chart `throughput.png` to `bench/results/`; one of some
@@ -43,6 +45,7 @@ def run(
     repeats: int,
     sizes: Sizes,
     threads: int,
+    workers: int,
     console: Console,
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Run workloads and return the report, and what it was made of.
@@ -54,10 +57,11 @@ def run(
         repeats: of each workload.
         sizes: of the workloads.
         threads: of each side.
+        workers: of the engine, which share its threads.
         console: where progress goes.
     """
     resolve_model(model, console.print)
-    arena = Arena(model, peers, repeats, sizes, threads, console.print)
+    arena = Arena(model, peers, repeats, sizes, threads, workers, console.print)
     try:
         about = arena.engine.about
         every = workloads(sizes, arena.engine.vocab_size)
@@ -133,6 +137,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", help="names, separated by commas; all by default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of each side")
+    parser.add_argument("--workers", type=int, help="of the engine; by default as many as threads")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--results", type=Path, help="the folder to write to")
     arguments = parser.parse_args()
@@ -157,6 +162,7 @@ def main() -> None:
         arguments.repeats,
         arguments.sizes,
         arguments.threads,
+        arguments.workers or arguments.threads,
         console,
     )
     console.print(table(measured))

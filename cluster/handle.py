@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from cluster.detokenizer import Detokenizer, TokenTable
+from cluster.prompt_rows import PromptRows
 from scheduler.errors import HaversackError, InvariantViolation, from_wire
 from scheduler.logprobs import LogprobRows, Logprobs
 from scheduler.messages import OutputDelta, Submission
@@ -66,7 +67,8 @@ class RequestHandle:
         self._done_callbacks: list[Callable[[], object]] = []
         params = submission.sampling_params
         self._completions = [_Completion(i, params, table) for i in range(params.n)]
-        self._prompt_logprobs: Logprobs | None = None
+        start = max(params.prompt_logprobs_start, 1)
+        self._prompt_rows = PromptRows(max(len(submission.prompt_token_ids) - start, 0))
         self._stats: RequestStats | None = None
         self._error: HaversackError | None = None
         self._is_done = False
@@ -189,8 +191,8 @@ class RequestHandle:
         return [f"{self.request_id}#{index}" for index in ended]
 
     def _take(self, delta: OutputDelta) -> list[str]:
-        if self._prompt_logprobs is None:
-            self._prompt_logprobs = delta.prompt_logprobs
+        if delta.prompt_logprobs is not None:
+            self._prompt_rows.take(delta.prompt_logprobs, delta.num_previous_rows)
         if delta.stats is not None and (delta.index == 0 or self._stats is None):
             self._stats = delta.stats
         completion = self._completions[delta.index]
@@ -218,7 +220,7 @@ class RequestHandle:
         if self._error is not None:
             raise from_wire(self._error.to_wire())
         decode = self._table.token_text if self._table is not None else None
-        rows = self._prompt_logprobs
+        rows = self._prompt_rows.whole
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -243,7 +245,7 @@ class RequestHandle:
         for completion, cursor in zip(self._completions, cursors, strict=True):
             text = completion.text[cursor.num_chars :]
             token_ids = completion.token_ids[cursor.num_tokens :]
-            rows = self._prompt_logprobs if completion.index == 0 else None
+            rows = self._prompt_rows.whole if completion.index == 0 else None
             is_end = completion.finish_reason is not None and not cursor.is_ended
             has_rows = rows is not None and not cursor.has_prompt_logprobs
             if not (text or token_ids or is_end or has_rows):

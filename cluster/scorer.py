@@ -22,9 +22,9 @@ from cluster.intake import Intake, Options
 from cluster.pairs import PairEncoder, Scorable, TokenPair, with_room
 from cluster.prompts import check_arguments
 from cluster.scoring import Score, ScoringParams, joined, refuse, score_of
+from scheduler.acceptance import row_bytes
 from scheduler.errors import EngineUnavailable, HaversackError, InvalidRequest, RequestFailed
 from scheduler.outputs import DecodeToken, RequestOutput
-from scheduler.policy import row_bytes
 
 _MAX_RESULT_BYTES = 256 * 2**20
 _MIN_WINDOW = 512

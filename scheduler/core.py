@@ -13,7 +13,7 @@ from scheduler.actions import AnyAction, Emit
 from scheduler.config import SchedulerConfig
 from scheduler.live import LiveRequest, StoreOp, WorkerView
 from scheduler.messages import SchedulerStats
-from scheduler.reports import output_delta, whole_delta
+from scheduler.reports import output_deltas, whole_deltas
 from scheduler.request import Request, RequestStatus
 from scheduler.roster import Roster
 from scheduler.row_cache import RowCache
@@ -194,8 +194,7 @@ class Core:
 
     def emit(self, live: LiveRequest) -> None:
         """Tell the followers what became visible of a request, if anything did."""
-        delta = output_delta(live)
-        if delta is not None:
+        for delta in output_deltas(live):
             self.actions += [Emit(client_id=client_id, delta=delta) for client_id in live.followers]
 
     def replay(self, live: LiveRequest, client_id: str) -> None:
@@ -203,12 +202,16 @@ class Core:
         if client_id not in live.followers:
             live.followers.append(client_id)
         if live.is_prompt_emitted:
-            self.actions.append(Emit(client_id=client_id, delta=whole_delta(live.request)))
+            self._tell(client_id, live.request)
 
     def replay_ended(self, parent_id: str, client_id: str) -> None:
         """Tell a client all of those of a live submission that have ended before the others."""
         for request in self.ended_siblings.get(parent_id, []):
-            self.actions.append(Emit(client_id=client_id, delta=whole_delta(request)))
+            self._tell(client_id, request)
+
+    def _tell(self, client_id: str, request: Request) -> None:
+        deltas = whole_deltas(request)
+        self.actions += [Emit(client_id=client_id, delta=delta) for delta in deltas]
 
     def open_op(
         self,

@@ -23,7 +23,7 @@ from scheduler.inbox import Inbox
 from scheduler.journal_calls import JournalCalls
 from scheduler.lifetime import Lifetime
 from scheduler.messages import Submission
-from scheduler.reports import whole_delta
+from scheduler.reports import whole_deltas
 from scheduler.request import FinishReason, Request
 from scheduler.state import SchedulerState
 from scheduler.submissions import content_hash, submission_of
@@ -113,7 +113,8 @@ class Intake:
 
     def _tell(self, client_id: str, ended: list[Request]) -> None:
         for request in ended:
-            self._clients.deliver(client_id, whole_delta(request))
+            for delta in whole_deltas(request):
+                self._clients.deliver(client_id, delta)
 
     async def _take_in(self, events: dict[int, RequestSubmitted]) -> Answers:
         refusals = await self._inbox.ask(*events.values())

@@ -135,6 +135,19 @@ class LogprobRows(msgspec.Struct, eq=False):
             first += num_rows
         return Logprobs.concat(parts) if parts else Logprobs.empty(self.num_logprobs)
 
+    def parts(self, max_bytes: int) -> list[Logprobs]:
+        """Return all rows in order, as one or more `Logprobs` of at most so many bytes or one row.
+
+        Rows that do not fit one are not copied.
+        """
+        if sum(segment.num_bytes for segment in self.segments) <= max_bytes:
+            return [self.array()]
+        parts = []
+        for segment in self.segments:
+            step = max(1, max_bytes * segment.num_rows // segment.num_bytes)
+            parts += [segment[i : i + step] for i in range(0, segment.num_rows, step)]
+        return parts
+
     def array(self) -> Logprobs:
         """Return all rows as one `Logprobs`, and keep them that way."""
         if not self.segments:

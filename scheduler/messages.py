@@ -145,7 +145,8 @@ class Submission(msgspec.Struct, frozen=True, eq=False):
 class OutputDelta(msgspec.Struct, frozen=True, eq=False):
     """What became visible of a request since its previous delta.
 
-    The first delta comes when the prompt is done and carries all its rows at once. After a
+    The first delta comes when the prompt is done and carries all its rows. Where these are many
+    bytes, it is preceded by deltas that carry the leading ones and nothing else. After a
     reconnection everything comes again from the start.
     """
 
@@ -157,6 +158,8 @@ class OutputDelta(msgspec.Struct, frozen=True, eq=False):
     new_token_ids: IntArray | None = None
     new_logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    num_previous_rows: int = 0
+    """The prompt's rows before those in `prompt_logprobs`."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: WireError | None = None

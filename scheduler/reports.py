@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from scheduler.codec import id_array
 from scheduler.live import LiveRequest, WorkerView
-from scheduler.logprobs import Logprobs
+from scheduler.logprobs import LogprobRows
 from scheduler.messages import OutputDelta, RequestInfo, WorkerReport
 from scheduler.request import FinishReason, Request
 
+_MAX_ROWS_BYTES = 8 * 2**20
+"""Of a prompt's rows in one delta: what encodes it does nothing else meanwhile."""
 
-def output_delta(live: LiveRequest) -> OutputDelta | None:
-    """Return what became visible since the last call, and note that it was; None if nothing did.
+
+def output_deltas(live: LiveRequest) -> list[OutputDelta]:
+    """Return what became visible since the last call, and note that it was.
 
     Nothing of a prompt is visible before all of it is computed; then all its rows are. An aborted
     or failed prompt shows none.
@@ -18,15 +23,14 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
     request = live.request
     is_last = request.finish_reason is not None
     first, live.num_emitted_tokens = live.num_emitted_tokens, len(request.output_token_ids)
-    prompt_rows: Logprobs | None = None
+    prompt_rows: LogprobRows | None = None
     if not request.is_prefilling and not live.is_prompt_emitted:
         live.is_prompt_emitted = True
-        if request.prompt_logprobs is not None:
-            prompt_rows = request.prompt_logprobs.array()
+        prompt_rows = request.prompt_logprobs
     elif first == live.num_emitted_tokens and not is_last:
-        return None
+        return []
     failed = request.finish_reason is FinishReason.ERROR
-    return OutputDelta(
+    delta = OutputDelta(
         request_id=request.parent_id,
         index=request.index,
         num_previous_tokens=first,
@@ -36,31 +40,54 @@ def output_delta(live: LiveRequest) -> OutputDelta | None:
             if request.output_logprobs is not None
             else None
         ),
-        prompt_logprobs=None if failed else prompt_rows,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if is_last else None,
         content_hash=request.content_hash,
     )
+    return _with_rows(delta, None if failed else prompt_rows)
 
 
-def whole_delta(request: Request) -> OutputDelta:
-    """Return all that may be seen of a request, live or finished, as one delta."""
+def whole_deltas(request: Request) -> list[OutputDelta]:
+    """Return all that may be seen of a request, live or finished."""
     failed = request.finish_reason is FinishReason.ERROR
     rows, own = request.prompt_logprobs, request.output_logprobs
-    return OutputDelta(
+    delta = OutputDelta(
         request_id=request.parent_id,
         index=request.index,
         new_token_ids=id_array(request.output_token_ids),
         new_logprobs=own.array() if own is not None else None,
-        prompt_logprobs=(None if rows is None or request.is_prefilling or failed else rows.array()),
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if request.finish_reason is not None else None,
         content_hash=request.content_hash,
     )
+    return _with_rows(delta, None if request.is_prefilling or failed else rows)
+
+
+def _with_rows(delta: OutputDelta, rows: LogprobRows | None) -> list[OutputDelta]:
+    """Return the delta with a prompt's rows, after deltas with those that are too many for it."""
+    if rows is None:
+        return [delta]
+    *leading, last = rows.parts(_MAX_ROWS_BYTES)
+    deltas, num_rows = [], 0
+    for part in leading:
+        deltas.append(
+            OutputDelta(
+                request_id=delta.request_id,
+                index=delta.index,
+                num_previous_tokens=delta.num_previous_tokens,
+                new_token_ids=id_array([]),
+                prompt_logprobs=part,
+                num_previous_rows=num_rows,
+                content_hash=delta.content_hash,
+            )
+        )
+        num_rows += part.num_rows
+    whole = structs.replace(delta, prompt_logprobs=last, num_previous_rows=num_rows)
+    return [*deltas, whole]
 
 
 def worker_report(worker: WorkerView) -> WorkerReport:

@@ -27,6 +27,8 @@ from scheduler.logprobs import Logprobs
 
 _ENTRY_BYTES = 512
 """What an entry takes beside its numbers: its key and the objects that hold it."""
+_SMALL_BYTES = 2**20
+"""A block of no more than this is kept in any budget that it fits."""
 
 
 class Columns(NamedTuple):
@@ -44,6 +46,7 @@ class RowCache:
     def __init__(self, capacity_bytes: int) -> None:
         """Start empty; a capacity of 0 keeps nothing."""
         self._capacity_bytes = capacity_bytes
+        self._max_entry_bytes = min(max(capacity_bytes // 64, _SMALL_BYTES), capacity_bytes)
         self._entries: OrderedDict[tuple[bytes, tuple[int, ...]], npt.NDArray[np.int32]] = (
             OrderedDict()
         )
@@ -91,10 +94,11 @@ class RowCache:
     def put(self, block_hash: bytes, columns: Columns, rows: Logprobs) -> None:
         """Keep a copy of all the rows of a block, unless ones that serve the same are here already.
 
-        Rows that are too large for the budget by themselves are not kept.
+        A block that would take much of the budget by itself is not kept: a prompt of such blocks
+        would drive everybody else's rows out.
         """
         num_bytes = rows.num_bytes + _ENTRY_BYTES
-        if num_bytes > self._capacity_bytes or self.has(block_hash, columns):
+        if num_bytes > self._max_entry_bytes or self.has(block_hash, columns):
             return
         key = (block_hash, columns.token_ids)
         before = self._entries.pop(key, None)

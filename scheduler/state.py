@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from offload_store.keys import HashChain
 from scheduler import policy
+from scheduler.acceptance import accept, retry_after_s
 from scheduler.actions import AnyAction, RecordSubmitted, Refuse
 from scheduler.admission import admit
 from scheduler.balancing import begin_drain, drain, even_out, fail_hopeless, move_wanted
@@ -262,7 +263,7 @@ class SchedulerState:
         core, config = self._core, self._core.config
         if not (core.workers or core.expected):
             raise EngineUnavailable("no worker is there to compute requests: restart the engine")
-        accepted = policy.accept(event.submission, config, core.largest_num_blocks, event.client_id)
+        accepted = accept(event.submission, config, core.largest_num_blocks, event.client_id)
         for name in (event.submission.request_id, *(r.request_id for r in accepted)):
             if name in core.families or name in core.requests:
                 raise DuplicateRequest(
@@ -275,12 +276,12 @@ class SchedulerState:
             core.num_waiting + len(accepted) > config.max_queued_requests
             or core.num_queued_tokens + num_tokens > config.max_queued_tokens
         ):
-            retry_after_s = policy.retry_after_s(core.num_queued_tokens, core.stats)
+            wait_s = retry_after_s(core.num_queued_tokens, core.stats)
             raise Overloaded(
                 f"{core.num_waiting} requests with {core.num_queued_tokens} tokens wait already; "
                 f"the engine lets {config.max_queued_requests} with {config.max_queued_tokens} "
-                f"wait: try again in {retry_after_s:g} s",
-                retry_after_s=retry_after_s,
+                f"wait: try again in {wait_s:g} s",
+                retry_after_s=wait_s,
             )
         return accepted
 

@@ -37,7 +37,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
 
 
-def world(path: Path, **settings: Any) -> World:
+def world(path: Path, num_blocks: int = 200, **settings: Any) -> World:
     own = {
         "block_size": 4,
         "max_num_batched_tokens": 16,
@@ -48,7 +48,9 @@ def world(path: Path, **settings: Any) -> World:
         "enable_journal": True,
     }
     rng = random.Random(1)
-    return World(SchedulerConfig(**{**own, **settings}), path / "journal", rng, num_blocks=200)
+    return World(
+        SchedulerConfig(**{**own, **settings}), path / "journal", rng, num_blocks=num_blocks
+    )
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -84,7 +86,8 @@ def test_a_client_that_hangs_up_ends_what_it_alone_has_asked_for(
     have ended before the other one came. A worker, or the scheduler, is lost meanwhile."""
 
     async def test() -> None:
-        engine = world(tmp_path)
+        # What must not end by itself has more to do than any machine does meanwhile.
+        engine = world(tmp_path, num_blocks=4000, max_model_len=12000)
         await engine.start()
         leaving, staying = Client(engine, "leaving"), Client(engine, "staying")
         stops = {"n": 3, "ignore_eos": False, "stop_token_ids": (3, 5, 8, 11)}
@@ -92,7 +95,7 @@ def test_a_client_that_hangs_up_ends_what_it_alone_has_asked_for(
             Submission("both", int_array(prompt(20)), generating(150), 1),
             Submission("both too", int_array(prompt(9, seed=1)), generating(90, **stops), 2),
         ]
-        alone = Submission("alone", int_array(prompt(20, seed=2)), generating(350), 3)
+        alone = Submission("alone", int_array(prompt(20, seed=2)), generating(11000), 3)
         await leaving.submit([*both, alone])
         while not any(
             leaving.results["both too", index].finish_reason is not None for index in range(3)

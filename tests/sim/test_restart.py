@@ -14,7 +14,7 @@ import pytest
 from scheduler.actions import Emit, RecordFinished, RunBatch
 from scheduler.errors import DeadlineExceeded, RequestTooLarge
 from scheduler.events import RequestRestored
-from scheduler.reports import whole_delta
+from scheduler.reports import whole_deltas
 from scheduler.request import Request
 from tests.sim.cases import (
     BLOCK_SIZE,
@@ -48,7 +48,8 @@ def resubmit_all(engine: SimEngine) -> None:
     for name, submission in list(engine.submissions.items()):
         for request in engine.written_results.values():
             if request.parent_id == name:
-                engine.result(name, request.index).take(whole_delta(request))
+                for delta in whole_deltas(request):
+                    engine.result(name, request.index).take(delta)
         results = [engine.result(name, i) for i in range(submission.sampling_params.n)]
         if any(result.finish_reason is None for result in results):
             assert engine.submit_all(submission) == [None]

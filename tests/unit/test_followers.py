@@ -15,7 +15,7 @@ from scheduler.events import (
     WorkerExpected,
     WorkerLost,
 )
-from scheduler.reports import whole_delta
+from scheduler.reports import whole_deltas
 from scheduler.request import Request, RequestStatus
 from scheduler.submissions import content_hash, submission_of
 from tests.sim.script import Script, submitted
@@ -219,11 +219,12 @@ def test_a_whole_result_shows_what_the_deltas_showed() -> None:
     script = Script(enable_offload=False)
     script.submit("a", 5, max_tokens=2, prompt_logprobs=1)
     request = script.state.request("a")
-    assert whole_delta(request).prompt_logprobs is None, "nothing before the prompt is done"
+    (unfinished,) = whole_deltas(request)
+    assert unfinished.prompt_logprobs is None, "nothing before the prompt is done"
     script.computed(token=21)
     script.computed(token=22)
     deltas = [a.delta for a in script.actions if isinstance(a, Emit)]
-    whole = whole_delta(request)
+    (whole,) = whole_deltas(request)
     tokens = np.concatenate([d.new_token_ids for d in deltas])
     assert whole.new_token_ids.tolist() == tokens.tolist() == [21, 22]
     assert whole.prompt_logprobs.same_bits(deltas[0].prompt_logprobs)
@@ -236,7 +237,7 @@ def test_a_failed_request_shows_no_rows_in_its_whole_result_either() -> None:
     script.computed()
     request = script.state.request("a")
     script.submit("b", 3, time_s=2.0)
-    whole = whole_delta(request)
+    (whole,) = whole_deltas(request)
     assert whole.error is not None
     assert whole.prompt_logprobs is None
 

@@ -11,6 +11,7 @@ import pytest
 
 from offload_store.keys import HashChain
 from scheduler import policy
+from scheduler.acceptance import accept
 from scheduler.block_pool import BlockPool
 from scheduler.codec import int_array
 from scheduler.config import SchedulerConfig
@@ -49,7 +50,7 @@ def waiting(arrival: int, tokens: list[int], priority: int = 0, **params: Any) -
     submission = Submission(
         f"r{arrival}", int_array(tokens), SamplingParams(max_tokens=2, **params), 0, priority
     )
-    request = policy.accept(submission, CONFIG, 24, "client")[0]
+    request = accept(submission, CONFIG, 24, "client")[0]
     request.arrival = arrival
     return LiveRequest(request, 0.0, HashChain("", None, BLOCK_SIZE), BLOCK_SIZE)
 

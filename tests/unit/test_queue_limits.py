@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.acceptance import retry_after_s
 from scheduler.actions import Emit, LoadBlocks, LookupBlocks, Refuse, RunBatch, SaveBlocks
 from scheduler.errors import DeadlineExceeded, Overloaded, from_wire
 from scheduler.events import (
@@ -18,7 +19,6 @@ from scheduler.events import (
     WorkerLost,
 )
 from scheduler.messages import SchedulerStats
-from scheduler.policy import retry_after_s
 from scheduler.request import Request, RequestStatus
 from tests.sim.script import Script, worker_info
 

@@ -105,6 +105,17 @@ def test_rows_larger_than_the_budget_are_not_kept_and_drive_nobody_out() -> None
     cache.validate()
 
 
+def test_a_block_that_takes_much_of_the_budget_is_not_kept() -> None:
+    """Rows of a whole vocabulary would drive out those of a thousand other blocks."""
+    capacity, k = 128 * 2**20, 49151
+    for num_rows, is_kept in ((3, True), (4, False)):
+        cache = filled(1, capacity_bytes=capacity)
+        ids = np.zeros((num_rows, k + 1), np.int32)
+        cache.put(name(2), top(k), Logprobs(ids, ids.view(np.float32), ids))
+        assert cache.has(name(2), top(k)) == is_kept
+        assert cache.has(name(1), top(K))
+
+
 def test_a_budget_of_nothing_keeps_nothing() -> None:
     cache = filled(1, capacity_bytes=0)
     assert not cache.is_on
