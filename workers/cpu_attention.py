@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.fused import softmax_
 from workers.kv_cache import KVCache, Span
 
 TILE = 128
@@ -41,7 +40,6 @@ _GROUP_NUMBERS = 16 * 2**20
 """Numbers (scores, or KV) that one group of tiles may hold at once."""
 
 Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,8 @@ class _Group:
     """int64 [tiles * kv_heads * granules]: where the keys are among the granules of the cache."""
     stale: torch.Tensor
     """int64: rows of the copied keys, as [tiles * kv_heads * num_keys, head_dim], to be zero."""
-    first_seen: Int32Array
-    """[tiles, rows]: the first of the keys that a row sees."""
-    end_seen: Int32Array
-    """[tiles, rows]: the key after the last one; the same as the first where a row is padding."""
+    bias: torch.Tensor
+    """[tiles, 1, rows, biased keys]: 0 or -inf, for the last keys of the tile."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,9 @@ class BlockedKernel:
         keys, values = self._cache.key(layer), self._cache.value(layer)
         kv_heads = keys.shape[1]
         plan = self._plan(window, rows, heads, kv_heads)
+        if math.frexp(scaling)[0] == 0.5:
+            # A power of two rounds nothing, so it may go to the operand that has fewer numbers.
+            query, scaling = query * scaling, 1.0
         padded = query.reshape(-1, head_dim).index_select(0, plan.query_rows)
         out = torch.empty_like(padded)
         for group in plan.groups:
@@ -159,7 +158,7 @@ class BlockedKernel:
                         num_keys,
                         first_padded,
                         *self._keys(part, num_keys, window, kv_heads),
-                        *_seen(part, num_rows, window, per_kv_head),
+                        self._bias(part, num_rows, num_keys, window, per_kv_head),
                     )
                 )
                 first_padded += source.size
@@ -193,6 +192,29 @@ class BlockedKernel:
         stale = np.broadcast_to(after[:, None, :], (len(tiles), kv_heads, num_keys))
         return torch.from_numpy(places.reshape(-1)), torch.from_numpy(np.flatnonzero(stale))
 
+    def _bias(
+        self,
+        tiles: list[_Tile],
+        num_rows: int,
+        num_keys: int,
+        window: int | None,
+        per_kv_head: int,
+    ) -> torch.Tensor:
+        """Return what masks a tile's scores; without a window only its own 128 keys need it."""
+        biased = num_keys if window is not None else TILE
+        tokens = np.minimum(
+            np.arange(num_rows) // per_kv_head, np.array([[t.num_tokens - 1] for t in tiles])
+        )
+        queries = np.array([[tile.start] for tile in tiles]) + tokens
+        ends = np.array([_tile_end(tile) for tile in tiles])
+        keys = ends[:, None] - biased + np.arange(biased)
+        distance = queries[:, :, None] - keys[:, None, :]
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        bias = torch.zeros((len(tiles), 1, num_rows, biased), dtype=self._cache.dtype)
+        return bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf)
+
 
 def _gather(cache: torch.Tensor, group: _Group, granule: int) -> torch.Tensor:
     """Return the keys (or values) of a group's tiles, [tiles * kv_heads, keys, head_dim]."""
@@ -208,11 +230,13 @@ def _weights(
 ) -> torch.Tensor:
     """Return softmax(q k^T * scaling), computed in fp32, in the dtype of q: [batch, rows, keys]."""
     scores = torch.bmm(q, k.transpose(1, 2))
+    if scaling != 1.0:
+        scores.mul_(scaling)
     if cap is not None:
-        scores.mul_(scaling).div_(cap).tanh_().mul_(cap)
-        scaling = 1.0
+        scores.div_(cap).tanh_().mul_(cap)
     by_tile = scores.view(group.num_tiles, -1, group.rows, group.num_keys)
-    return softmax_(by_tile, group.first_seen, group.end_seen, scaling).view(scores.shape)
+    by_tile[..., group.num_keys - group.bias.shape[-1] :].add_(group.bias)
+    return torch.softmax(scores, dim=-1)
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -239,18 +263,6 @@ def _query_rows(
     head = np.arange(kv_heads)[:, None] * per_kv_head + row % per_kv_head
     source: Int64Array = batch_rows[:, None, :] * heads + head
     return source, np.broadcast_to(real[:, None, :], source.shape)
-
-
-def _seen(
-    tiles: list[_Tile], num_rows: int, window: int | None, per_kv_head: int
-) -> tuple[Int32Array, Int32Array]:
-    """Return the keys that each row of the tiles sees; see `_Group`."""
-    token = np.arange(num_rows) // per_kv_head
-    real = token < np.array([[tile.num_tokens] for tile in tiles])
-    first_key = np.array([[_first_key(tile, window)] for tile in tiles])
-    end = np.array([[tile.start] for tile in tiles]) + token + 1 - first_key
-    first = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
-    return np.where(real, first, 0).astype(np.int32), np.where(real, end, 0).astype(np.int32)
 
 
 def _round_up(value: int, multiple: int) -> int:

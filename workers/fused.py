@@ -35,26 +35,6 @@ def as_array(x: torch.Tensor) -> npt.NDArray[Any]:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def softmax_(
-    scores: torch.Tensor,
-    first: npt.NDArray[np.int32],
-    end: npt.NDArray[np.int32],
-    scaling: float,
-) -> torch.Tensor:
-    """Return the weights of the keys that each row sees, zero for the others.
-
-    Args:
-        scores: [tiles, heads, rows, keys], which may be written to.
-        first: [tiles, rows]: the first key that a row sees.
-        end: [tiles, rows]: the key after the last one; where it is `first`, all weights are zero.
-        scaling: factor of the scores; what it gives is rounded to their dtype.
-    """
-    if scores.dtype not in _DTYPES:
-        return softmax_((scores * scaling).float(), first, end, 1.0).to(scores.dtype)
-    kernels.softmax(as_array(scores), first, end, np.float32(scaling))
-    return scores
-
-
 class FusedNorm(nn.Module):
     """Stands in for an RMS norm, in inference: x / sqrt(mean(x^2) + eps) * scale."""
 
@@ -227,10 +207,6 @@ def signature(dtype: torch.dtype) -> str:
             x = _random(1024, width, width).to(dtype)
             for rounds_first in (True, False):
                 take(as_array(FusedNorm(_random(1, width, 1)[0], 1e-5, rounds_first)(x)))
-        for keys in (128, 640):
-            scores = (4 * _random(1024, keys, keys)).to(dtype).view(1, 4, 256, keys)
-            end = np.arange(256, dtype=np.int32)[None] % keys + 1
-            take(as_array(softmax_(scores, np.zeros_like(end), end, 0.3)))
         x = (9 * _random(64, 4096, 7)).to(dtype)
         take(as_array(_silu_times(x, x.flip(0))))
         logits = Logits([x[:, :2500], x[:, 2500:]], x.shape[1])

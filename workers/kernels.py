@@ -199,18 +199,6 @@ def _sum_of_exp(numbers: Any, largest: Any) -> Any:
 
 
 @_kernel(_SUMS)
-def _exp_of_differences(numbers: Any, largest: Any, scaling: Any, out: Any) -> Any:
-    """Write e^((number - largest) * scaling) to `out`, fp32, and return their sum."""
-    total = _ZERO
-    for j in range(numbers.shape[0]):
-        difference = (_widen(numbers[j]) - largest) * scaling
-        power = _ZERO if difference < _LOWEST else _exp(difference)
-        out[j] = power
-        total += power
-    return total
-
-
-@_kernel(_SUMS)
 def _sum_of_squares(numbers: Any) -> Any:
     total = _ZERO
     for j in range(numbers.shape[0]):
@@ -251,45 +239,6 @@ def gate_silu(gate: Any, up: Any, out: Any) -> None:
         power = _INF if -x > _HIGHEST else _exp(-x)
         active = _narrow(x / (_ONE + power), gate[j])
         out[j] = _narrow(_widen(active) * _widen(up[j]), gate[j])
-
-
-@_kernel(_EXACT)
-def softmax(scores: Any, first_seen: Any, end_seen: Any, scaling: Any) -> None:
-    """Turn rows of scores into weights: softmax of the scaled scores of the keys that it sees.
-
-    Args:
-        scores: [tiles, heads, rows, keys]; keys that are not seen become zero, whatever they were.
-        first_seen: int32 [tiles, rows]: the first key that is seen.
-        end_seen: int32 [tiles, rows]: the key after the last one that is seen.
-        scaling: fp32; the product is rounded to the scores' type.
-    """
-    tiles, heads, rows, keys = scores.shape
-    weights = np.empty(keys, np.float32)
-    # A power of two rounds nothing, neither before the largest one is taken away nor after.
-    rounds = (_bits(scaling) & np.uint32(0x7FFFFF)) != 0
-    for tile in range(tiles):
-        for head in range(heads):
-            for i in range(rows):
-                first, end = first_seen[tile, i], end_seen[tile, i]
-                _softmax_row(scores[tile, head, i], first, end, scaling, rounds, weights)
-
-
-@_kernel(_EXACT)
-def _softmax_row(row: Any, first: Any, end: Any, scaling: Any, rounds: Any, weights: Any) -> None:
-    seen = row[first:end]
-    if seen.shape[0]:
-        if rounds:
-            for j in range(seen.shape[0]):
-                seen[j] = _narrow(_widen(seen[j]) * scaling, seen[j])
-            scaling = _ONE
-        total = _exp_of_differences(seen, _max(seen), scaling, weights)
-        for j in range(seen.shape[0]):
-            seen[j] = _narrow(weights[j] / total, seen[j])
-    zero = _narrow(_ZERO, row[0])
-    for j in range(first):
-        row[j] = zero
-    for j in range(end, row.shape[0]):
-        row[j] = zero
 
 
 @_kernel(_EXACT)
