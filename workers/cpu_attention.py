@@ -241,13 +241,18 @@ def _weights(
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return weights @ v: products over partitions of keys, added up in fp32 in their order."""
-    num_keys = v.shape[1]
-    if num_keys <= KEY_PARTITION:
+    if v.shape[1] <= KEY_PARTITION:
         return torch.bmm(weights, v)
-    total = torch.bmm(weights[:, :, :KEY_PARTITION], v[:, :KEY_PARTITION]).float()
-    for first in range(KEY_PARTITION, num_keys, KEY_PARTITION):
-        keys = slice(first, first + KEY_PARTITION)
-        total += torch.bmm(weights[:, :, keys], v[:, keys])
+    products = (
+        # A product of parts of larger matrices takes twice as long as copying them first.
+        torch.bmm(some_weights.contiguous(), some_v.contiguous())
+        for some_weights, some_v in zip(
+            weights.split(KEY_PARTITION, dim=2), v.split(KEY_PARTITION, dim=1), strict=True
+        )
+    )
+    total = next(products).float()
+    for product in products:
+        total += product
     return total.to(v.dtype)
 
 
