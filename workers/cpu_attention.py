@@ -247,7 +247,9 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         # A product of parts of larger matrices takes twice as long as copying them first.
         torch.bmm(some_weights.contiguous(), some_v.contiguous())
         for some_weights, some_v in zip(
-            weights.split(KEY_PARTITION, dim=2), v.split(KEY_PARTITION, dim=1), strict=True
+            torch.split(weights, KEY_PARTITION, dim=2),
+            torch.split(v, KEY_PARTITION, dim=1),
+            strict=True,
         )
     )
     total = next(products).float()
