@@ -140,6 +140,7 @@ def _turns_halves(function: Any) -> bool:
     try:
         turned = function(x, x[:, :2], cos, sin)
     except Exception:
+        # A function of that name that takes other arguments turns otherwise.
         return False
     return all(
         torch.equal(a, _rotated(b, cos, sin)) for a, b in zip(turned, (x, x[:, :2]), strict=True)

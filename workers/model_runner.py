@@ -34,6 +34,7 @@ from scheduler.messages import (
     SchedulerOutput,
     WorkerInfo,
 )
+from scheduler.sampling_params import ALL_LOGPROBS
 from workers.attention import AttentionBatch, use_batch
 from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
@@ -360,10 +361,7 @@ class ModelRunner:
             end = first + len(targets)
             actual = torch.from_numpy(targets).to(self._model.device)
             k, token_ids = members[0].num_logprobs, members[0].token_ids
-            if token_ids is None:
-                found = select_rows(made[first:end], actual, k).to_host()
-            else:
-                found = select_token_rows(made[first:end], actual, token_ids).to_host()
+            found = self._selected(made[first:end], actual, k, token_ids)
             offset = 0
             for rows in members:
                 own = slice(offset, offset + len(rows.targets))
@@ -372,6 +370,21 @@ class ModelRunner:
                     self._fail(rows.work, "its logits")
                 yield rows, found[own]
             first = end
+
+    def _selected(
+        self, made: Rows, targets: torch.Tensor, k: int, token_ids: tuple[int, ...] | None
+    ) -> Logprobs:
+        """Return rows on the host, made so many at a time that wide ones take little memory."""
+        width = self._model.vocab_size if k == ALL_LOGPROBS else k + 1
+        at_once = rows_per_slice(width, LOGPROBS_BYTES[self._model.device.type])
+        parts = []
+        for first in range(0, len(targets), at_once):
+            rows = slice(first, first + at_once)
+            if token_ids is None:
+                parts.append(select_rows(made[rows], targets[rows], k).to_host())
+            else:
+                parts.append(select_token_rows(made[rows], targets[rows], token_ids).to_host())
+        return Logprobs.concat(parts)
 
     def _sample(self, works: list[_Work], hidden: torch.Tensor) -> None:
         """Sample the next token of each chunk that asks for it, with its row where asked for."""
