@@ -17,13 +17,14 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test test-quick check bench clean
+.PHONY: help install demo test test-quick check docs bench clean
 
 help:
 	@echo "make install     .venv with haversack and all it needs, pinned"
 	@echo "make demo        score and generate on the default model, twice, and compare"
 	@echo "make test        the whole test suite (make test-quick: without the slow ones)"
 	@echo "make check       ruff and mypy"
+	@echo "make docs        write the pages of docs/ that come from the code"
 	@echo "make bench       throughput beside vLLM and transformers (PEERS=\"transformers\" picks)"
 	@echo "make clean       remove caches and build outputs (not .venv)"
 
@@ -44,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m cluster.demo
 
-# Two processes: tests that start Ray stay together in one, the others share the rest of the time.
+# Two processes, each with a Ray of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 test: install
@@ -57,6 +58,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python -m docs.generator
 
 bench: install
 	$(BIN)/python -m bench.throughput $(if $(PEERS),--peers "$(PEERS)") $(BENCH_ARGS)

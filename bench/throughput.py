@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
+from bench.machine import machine
 from bench.measuring import Arena, Measured
 from bench.peers.catalogue import PEERS
 from bench.throughput_report import draw, markdown, table
@@ -76,7 +75,7 @@ def run(
         "bench": "throughput",
         "repeats": repeats,
         "threads": threads,
-        "machine": _machine(),
+        "machine": machine(),
         "versions": {name: version(name) for name in ("haversack", "torch", "transformers", "ray")},
         "engine": about,
         "peers": arena.abouts,
@@ -92,25 +91,6 @@ def write(report: dict[str, Any], measured: list[Measured], folder: Path) -> Non
     (folder / "throughput.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "throughput.md").write_text(markdown(report, measured))
     draw(measured, folder / "throughput.png")
-
-
-def _machine() -> dict[str, Any]:
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    flags = Path("/proc/cpuinfo").read_text()
-    return {
-        "cpu": model,
-        "cores": psutil.cpu_count(),
-        "bf16": [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags],
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-    }
 
 
 def _names(allowed: list[str], what: str) -> Any:

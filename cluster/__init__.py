@@ -6,6 +6,7 @@ from cluster.config import EngineConfig
 from cluster.handle import RequestHandle
 from cluster.scoring import Score, ScoringParams
 from scheduler.errors import (
+    Cancelled,
     CannotMigrate,
     DeadlineExceeded,
     DuplicateRequest,
@@ -33,6 +34,7 @@ __all__ = [
     "BatchOptions",
     "BatchProgress",
     "BatchWatcher",
+    "Cancelled",
     "CannotMigrate",
     "Client",
     "CompletionDelta",

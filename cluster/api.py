@@ -18,18 +18,21 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from cluster.api_bodies import BodyRoute
 from cluster.api_choices import ChatAnswer, CompletionAnswer
 from cluster.api_engine import ApiEngine
 from cluster.api_errors import (
     ErrorAnswer,
+    ErrorBody,
     answer_to,
     answer_to_invalid,
     error_answer,
 )
-from cluster.api_generation import Json, chat, complete
+from cluster.api_generation import chat, complete
 from cluster.api_guard import Guard
+from cluster.api_live import router as live_router
 from cluster.api_metrics import CONTENT_TYPE, ApiMetrics
 from cluster.api_models import (
     ChatRequest,
@@ -39,20 +42,34 @@ from cluster.api_models import (
     TokenizeRequest,
 )
 from cluster.api_settings import ApiSettings
-from cluster.api_streaming import unless_gone
+from cluster.api_streaming import Json, unless_gone
 from cluster.api_tools import (
     ScoreAnswer,
+    Text,
     Tokens,
     detokenize,
     score,
     tokenize,
     tokenizer_info,
 )
+from cluster.live_feed import LiveFeed
 from scheduler.errors import EngineUnavailable, HaversackError
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter()
+router = APIRouter(
+    route_class=BodyRoute,
+    responses={
+        "4XX": {"model": ErrorBody, "description": "The request is wrong, or was not let in"},
+        "5XX": {
+            "model": ErrorBody,
+            "description": "The engine can't compute it, or not now",
+        },
+    },
+)
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "The answer, or a stream's events"}
+}
 _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/completions": tuple(CompletionRequest.model_fields),
     "/v1/chat/completions": tuple(ChatRequest.model_fields),
@@ -79,8 +96,10 @@ def create_app(settings: ApiSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.created = int(time.time())
-    app.state.metrics = ApiMetrics(lambda: _engine(app).stats)
+    app.state.metrics = ApiMetrics(settings.engine.name, lambda: _engine(app).stats)
+    app.state.feed = LiveFeed(lambda: _engine(app).look())
     app.include_router(router)
+    app.include_router(live_router)
     app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
     app.add_exception_handler(HaversackError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -101,13 +120,13 @@ def _engine_of(request: Request) -> ApiEngine:
 # ------------------------------------------------------------------------------------- routes
 
 
-@router.post("/v1/completions", response_model=CompletionAnswer)
+@router.post("/v1/completions", response_model=CompletionAnswer, responses=_STREAMS)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, score them, or both."""
     return await unless_gone(request.receive, complete(_engine_of(request), body))
 
 
-@router.post("/v1/chat/completions", response_model=ChatAnswer)
+@router.post("/v1/chat/completions", response_model=ChatAnswer, responses=_STREAMS)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer the last message of a conversation."""
     return await unless_gone(request.receive, chat(_engine_of(request), body))
@@ -122,22 +141,20 @@ async def score_continuations(body: ScoreRequest, request: Request) -> Response:
 @router.post("/tokenize", response_model=Tokens)
 async def tokenize_text(body: TokenizeRequest, request: Request) -> Response:
     """Return the token ids of a text or of a conversation."""
-    engine = _engine_of(request)
-    return await unless_gone(request.receive, engine.run(tokenize, engine, body))
+    return await unless_gone(request.receive, tokenize(_engine_of(request), body))
 
 
-@router.post("/detokenize")
-async def detokenize_ids(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+@router.post("/detokenize", response_model=Text)
+async def detokenize_ids(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids."""
-    engine = _engine_of(request)
-    return await unless_gone(request.receive, engine.run(detokenize, engine, body))
+    return await unless_gone(request.receive, detokenize(_engine_of(request), body))
 
 
 @router.get("/tokenizer_info")
 async def tokenizer(request: Request) -> dict[str, Any]:
     """Return what a client needs to know of the tokenizer."""
     engine = _engine_of(request)
-    return await engine.run(tokenizer_info, engine)
+    return await engine.run(tokenizer_info, engine.texts)
 
 
 @router.get("/v1/models")
@@ -151,7 +168,7 @@ async def models(request: Request) -> dict[str, Any]:
             "created": request.app.state.created,
             "owned_by": "haversack",
             "root": engine.settings.engine.model,
-            "max_model_len": engine.max_model_len,
+            "max_model_len": engine.texts.max_model_len,
         }
         for name in engine.settings.served_names
     ]
@@ -164,10 +181,10 @@ async def health(request: Request) -> Response:
     trouble = _engine_of(request).trouble()
     if trouble is not None:
         return _respond(answer_to(EngineUnavailable(trouble)))
-    return Json({"status": "ok"})
+    return Json(b'{"status":"ok"}')
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return counters in Prometheus' text format."""
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE)
@@ -199,6 +216,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     # What goes wrong while a body is read arrives wrapped.
     if isinstance(error.__cause__, HaversackError):
         return await _refused(request, error.__cause__)
+    if isinstance(error.__cause__, RequestValidationError):
+        return await _invalid(request, error.__cause__)
     if not isinstance(error, HTTPException):
         return await _unexpected(request, error)
     path = f"{request.method} {request.url.path}"

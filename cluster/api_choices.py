@@ -91,20 +91,19 @@ class Answer(TypedDict):
     object: str
     created: int
     model: str
+    usage: NotRequired[Usage | None]
 
 
 class CompletionAnswer(Answer):
     """The answer of `/v1/completions`, or an event of its stream."""
 
     choices: list[CompletionChoice]
-    usage: NotRequired[Usage | None]
 
 
 class ChatAnswer(Answer):
     """The answer of `/v1/chat/completions`, or an event of its stream."""
 
     choices: list[ChatChoice]
-    usage: NotRequired[Usage | None]
 
 
 def usage_of(num_prompt: int, num_generated: int, num_cached: int | None = None) -> Usage:
@@ -165,31 +164,33 @@ class Piece(NamedTuple):
 class CompletionWriter:
     """One choice of a completion."""
 
-    def __init__(self, index: int, prompt: Prompt, asked: Asked, strings: TokenStrings) -> None:
+    def __init__(self, index: int, prompt: Prompt, asked: Asked) -> None:
         self._index = index
-        self._prompt = prompt
         self._asked = asked
-        self._strings = strings
-        self._offsets: Offsets | None = None
-        """None until the first piece."""
+        self._prompt: Prompt | None = prompt
+        """Until the first piece, as it may be long."""
+        self._offsets = Offsets(asked.skip_special_tokens)
 
-    def add(self, piece: Piece, prompt_rows: Logprobs | None) -> CompletionChoice:
+    def add(
+        self, strings: TokenStrings, piece: Piece, prompt_rows: Logprobs | None
+    ) -> CompletionChoice:
         """Return what a piece adds; the first one brings the prompt along.
 
         Args:
+            strings: of the model's tokens.
+            piece: what is new.
             prompt_rows: of the prompt's last tokens; None where none were asked for.
         """
         asked, text = self._asked, piece.text
         parts: list[CompletionLogprobs] = []
-        offsets, is_first = self._offsets, self._offsets is None
-        if offsets is None:
-            echoed, parts = self._opening(prompt_rows)
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            echoed, parts = self._opening(strings, prompt, prompt_rows)
             text = echoed + text
-            offsets = Offsets(self._strings, asked.skip_special_tokens, len(echoed))
-            self._offsets = offsets
+            self._offsets = Offsets(asked.skip_special_tokens, len(echoed))
         if asked.num_logprobs is not None and piece.rows is not None:
-            places = offsets.take(piece.token_ids)
-            parts.append(self._logprobs(piece.token_ids, piece.rows, places))
+            places = self._offsets.take(strings, piece.token_ids)
+            parts.append(self._logprobs(strings, piece.token_ids, piece.rows, places))
         choice: CompletionChoice = {
             "index": self._index,
             "text": text,
@@ -197,95 +198,79 @@ class CompletionWriter:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        _add_extras(
-            choice,
-            piece,
-            self._prompt,
-            prompt_rows if is_first else None,
-            asked,
-            self._strings,
-            is_first=is_first,
-        )
+        _add_extras(choice, piece, prompt, prompt_rows, asked, strings)
         return choice
 
-    def _opening(self, prompt_rows: Logprobs | None) -> tuple[str, list[CompletionLogprobs]]:
+    def _opening(
+        self, strings: TokenStrings, prompt: Prompt, prompt_rows: Logprobs | None
+    ) -> tuple[str, list[CompletionLogprobs]]:
         """Return the text that comes before the first token, and what logprobs it has."""
-        asked, prompt = self._asked, self._prompt
+        asked = self._asked
         if not asked.echo:
             return "", []
         skips = asked.skip_special_tokens
-        text, offsets = echo_of(self._strings, prompt.token_ids, prompt.text, skip_special=skips)
+        text, offsets = echo_of(strings, prompt.token_ids, prompt.text, skip_special=skips)
         if asked.num_logprobs is None or prompt_rows is None:
             return text, []
-        return text, [self._logprobs(prompt.token_ids, prompt_rows, offsets)]
+        return text, [self._logprobs(strings, prompt.token_ids, prompt_rows, offsets)]
 
     def _logprobs(
-        self, token_ids: Sequence[int], rows: Logprobs, offsets: list[int]
+        self, strings: TokenStrings, token_ids: Sequence[int], rows: Logprobs, offsets: list[int]
     ) -> CompletionLogprobs:
         num_logprobs = self._asked.num_logprobs
         return completion_logprobs(
-            self._strings, token_ids, rows, 0 if num_logprobs is None else num_logprobs, offsets
+            strings, token_ids, rows, 0 if num_logprobs is None else num_logprobs, offsets
         )
 
 
 class ChatWriter:
     """One choice of a chat completion."""
 
-    def __init__(
-        self, index: int, prompt: Prompt, asked: Asked, strings: TokenStrings, *, streams: bool
-    ) -> None:
+    def __init__(self, index: int, prompt: Prompt, asked: Asked, *, streams: bool) -> None:
         self._index = index
-        self._prompt = prompt
         self._asked = asked
-        self._strings = strings
         self._streams = streams
-        self._is_first = True
+        self._prompt: Prompt | None = prompt
+        """Until the first piece, as it may be long."""
 
-    def add(self, piece: Piece, prompt_rows: Logprobs | None) -> ChatChoice:
+    def add(self, strings: TokenStrings, piece: Piece, prompt_rows: Logprobs | None) -> ChatChoice:
         """Return what a piece adds; see `CompletionWriter.add`."""
-        is_first, self._is_first = self._is_first, False
+        prompt, self._prompt = self._prompt, None
         message: ChatMessage = {"content": piece.text}
-        if is_first:
+        if prompt is not None:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
         choice: ChatChoice = {
             "index": self._index,
             "logprobs": None
             if piece.rows is None
-            else {"content": chat_logprobs(self._strings, piece.rows), "refusal": None},
+            else {"content": chat_logprobs(strings, piece.rows), "refusal": None},
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
         choice["delta" if self._streams else "message"] = message
-        _add_extras(
-            choice,
-            piece,
-            self._prompt,
-            prompt_rows if is_first else None,
-            self._asked,
-            self._strings,
-            is_first=is_first,
-        )
+        _add_extras(choice, piece, prompt, prompt_rows, self._asked, strings)
         return choice
 
 
 def _add_extras(
     choice: Any,
     piece: Piece,
-    prompt: Prompt,
+    prompt: Prompt | None,
     prompt_rows: Logprobs | None,
     asked: Asked,
     strings: TokenStrings,
-    *,
-    is_first: bool,
 ) -> None:
+    """Add what not every choice has; the prompt is there in the first piece alone."""
+    if asked.token_ids:
+        choice["token_ids"] = piece.token_ids
+    if prompt is None:
+        return
+    if asked.token_ids:
+        choice["prompt_token_ids"] = list(prompt.token_ids)
     if asked.num_prompt_logprobs is not None and prompt_rows is not None:
         choice["prompt_logprobs"] = prompt_entries(
             strings, len(prompt.token_ids), prompt_rows, asked.num_prompt_logprobs
         )
-    if asked.token_ids:
-        choice["token_ids"] = piece.token_ids
-        if is_first:
-            choice["prompt_token_ids"] = list(prompt.token_ids)
 
 
 def _joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs | None:

@@ -1,7 +1,8 @@
 """The endpoint's side of the engine: requests that end with their HTTP request, and its health.
 
 Rules:
-- Nothing here blocks the event loop: what tokenises or waits for the scheduler runs in threads.
+- Nothing here blocks the event loop: what tokenises or waits for the scheduler runs in threads, and
+  what is large in a process of its own; see `cluster.api_work`.
 - What was submitted for an HTTP request is cancelled when that one is over, however it ends.
 - The health is what a thread of its own found last, so telling it waits for nothing. An engine that
   is gone is looked for again: one that comes back under its name is served again.
@@ -16,25 +17,29 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from cluster.api_errors import RequestCancelled, UnknownModel
+from cluster import otel
+from cluster.api_encoding import encode_pairs, encode_prompts
+from cluster.api_errors import UnknownModel
 from cluster.api_settings import ApiSettings
-from cluster.api_text import TokenStrings
+from cluster.api_work import AT_ONCE, LARGE, Helper, Texts
 from cluster.client import Client
-from cluster.detokenizer import TokenTable
 from cluster.handle import RequestHandle
+from cluster.live_feed import MAX_ENDED, MAX_LIVE, Look
 from cluster.prompts import Prompt
 from cluster.scoring import Score, ScoringParams
 from scheduler.errors import (
+    Cancelled,
     DuplicateRequest,
     EngineUnavailable,
     HaversackError,
     InvalidRequest,
     ModelNotFound,
 )
-from scheduler.messages import SchedulerStats
+from scheduler.outbox import EngineStats
 from scheduler.outputs import RequestOutput
 from scheduler.sampling_params import SamplingParams
 
@@ -49,6 +54,7 @@ _LONG_THREADS = 64
 """For scores: each takes one until it is done, and further ones wait."""
 
 Found = TypeVar("Found")
+Params = ParamSpec("Params")
 
 
 class Options(NamedTuple):
@@ -71,16 +77,19 @@ class ApiEngine:
             EngineUnavailable: it is not there.
             ModelNotFound: the model itself is not to be had here.
         """
+        otel.start_exporting()
         self.settings = settings
         self._client = Client(settings.engine, start=False)
-        self._table = _table_of(self._client)
-        self.strings = TokenStrings(self._table)
-        """Of the model's tokens."""
+        info = self._client.info
+        self.texts = Texts(_tokenizer_of(self._client), info.limits)
+        """The model's."""
+        self._helper = Helper(info.model, info.limits)
         self._short = ThreadPoolExecutor(_SHORT_THREADS, "haversack-api")
         self._long = ThreadPoolExecutor(_LONG_THREADS, "haversack-api-score")
+        self._large = ThreadPoolExecutor(AT_ONCE, "haversack-api-large")
         self._live_ids: set[str] = set()
         self._closing = threading.Event()
-        self._stats: SchedulerStats | None = None
+        self._stats: EngineStats | None = None
         self._stats_s = time.monotonic()
         self._trouble: str | None = None
         self._look()
@@ -90,38 +99,13 @@ class ApiEngine:
     def close(self) -> None:
         """Leave the engine; what is under way is cancelled."""
         self._closing.set()
+        self._helper.close()
         self._client.close()
-        self._short.shutdown(wait=False, cancel_futures=True)
-        self._long.shutdown(wait=False, cancel_futures=True)
+        otel.flush()
+        for threads in (self._short, self._long, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------- what it is
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._table is not None
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer.
-
-        Raises:
-            ModelNotFound: it has none.
-        """
-        return self._client.tokenizer
-
-    def check_tokenizer(self) -> None:
-        """Raise `ModelNotFound` where the model has no tokenizer."""
-        if self._table is None:
-            raise ModelNotFound("the model served here has no tokenizer: give token ids")
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that a request may have."""
-        return self._client.info.limits.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self._client.info.limits.vocab_size
 
     @property
     def served_name(self) -> str:
@@ -151,7 +135,7 @@ class ApiEngine:
     # -------------------------------------------------------------------------------- its health
 
     @property
-    def stats(self) -> SchedulerStats | None:
+    def stats(self) -> EngineStats | None:
         """The engine's counters of a moment ago; None where they are not known."""
         return self._stats
 
@@ -162,7 +146,7 @@ class ApiEngine:
         age_s = time.monotonic() - self._stats_s
         if age_s > _STALE_S:
             return f"the engine has not answered for {age_s:.0f} s"
-        if self._stats is not None and self._stats.num_workers == 0:
+        if self._stats is not None and self._stats.scheduler.num_workers == 0:
             return "no worker is there to compute requests"
         return None
 
@@ -172,7 +156,7 @@ class ApiEngine:
 
     def _look(self) -> None:
         try:
-            self._stats = self._client.stats().scheduler
+            self._stats = self._client.stats()
             self._stats_s = time.monotonic()
             self._trouble = None
         except HaversackError as error:
@@ -190,12 +174,52 @@ class ApiEngine:
         gone.close()
         logger.warning("joined the engine again")
 
+    async def look(self) -> Look:
+        """Look at the engine for those who watch it.
+
+        Raises:
+            EngineUnavailable: it does not answer.
+        """
+        return await self.run(self._look_closely)
+
+    def _look_closely(self) -> Look:
+        client = self._client
+        return Look(
+            self.served_name,
+            client.lives(MAX_LIVE, MAX_ENDED),
+            client.workers(),
+            client.stats().scheduler,
+        )
+
     # ----------------------------------------------------------------------------------- requests
 
     async def run(self, work: Callable[..., Found], *args: Any, **keywords: Any) -> Found:
         """Have something quick done in a thread, and return or raise what it does."""
+        loop, inside = asyncio.get_running_loop(), copy_context()
+        return await loop.run_in_executor(self._short, partial(inside.run, work, *args, **keywords))
+
+    async def work(
+        self,
+        size: int,
+        work: Callable[Concatenate[Texts, Params], Found],
+        *args: Params.args,
+        **keywords: Params.kwargs,
+    ) -> Found:
+        """Have something done with the model's texts, and return or raise what it does.
+
+        Args:
+            size: characters, bytes, tokens or logprobs that it has to do with. Where these are
+                many it is done in another process: arguments and result are copies then, and bytes
+                come as an array of them.
+            work: a function of a module.
+            args: of the function, after the texts.
+            keywords: of the function.
+        """
+        if size <= LARGE:
+            return await self.run(work, self.texts, *args, **keywords)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._short, partial(work, *args, **keywords))
+        job: Callable[..., Any] = partial(work, **keywords) if keywords else work
+        return await loop.run_in_executor(self._large, self._helper.run, job, *args)
 
     @asynccontextmanager
     async def requests(
@@ -208,6 +232,9 @@ class ApiEngine:
             Overloaded: the queue has no room for all of them.
             EngineUnavailable: the engine is gone.
         """
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        if num_chars > LARGE:
+            prompts = await self.work(num_chars, encode_prompts, prompts)
         ids = [options.request_id]
         if len(prompts) > 1:
             ids = [f"{options.request_id}-{index}" for index in range(len(prompts))]
@@ -225,15 +252,15 @@ class ApiEngine:
                 )
             )
             try:
-                # A thread can't be stopped: what it submits in the end has to be cancelled too.
                 handles = await asyncio.shield(submission)
                 for handle in handles:
                     if handle.done():
                         handle.result()
                 yield handles
             except asyncio.CancelledError:
-                if not submission.done():
-                    submission.add_done_callback(_cancel_submitted)
+                # A thread can't be stopped: what it submits in the end, or has just submitted, has
+                # to be cancelled too.
+                submission.add_done_callback(_cancel_submitted)
                 raise
             finally:
                 for handle in handles:
@@ -243,7 +270,7 @@ class ApiEngine:
         """Wait for all, and return their results in order.
 
         Raises:
-            RequestCancelled: one was cancelled.
+            Cancelled: one was cancelled.
             HaversackError: why there is no result; the first such error in time.
         """
         outputs = await asyncio.gather(*map(_result, handles))
@@ -260,9 +287,13 @@ class ApiEngine:
         Raises:
             HaversackError: the first one that a pair has.
         """
+        num_chars = sum(len(part) for pair in pairs for part in pair if isinstance(part, str))
+        if num_chars > LARGE:
+            pairs = await self.work(num_chars, encode_pairs, pairs, params)
         stopped = threading.Event()
         with self._claimed([options.request_id]):
-            future = self._long.submit(self._score, pairs, params, options, stopped)
+            inside = copy_context()
+            future = self._long.submit(inside.run, self._score, pairs, params, options, stopped)
             try:
                 return await asyncio.shield(asyncio.wrap_future(future))
             finally:
@@ -320,14 +351,15 @@ class ApiEngine:
             self._live_ids.difference_update(ids)
 
 
-def cancelled(request_id: str) -> RequestCancelled:
+def cancelled(request_id: str) -> Cancelled:
     """Return the error of a request that was cancelled before it was done."""
-    return RequestCancelled(f"request {request_id!r} was cancelled before it was done")
+    return Cancelled(f"request {request_id!r} was cancelled before it was done")
 
 
-def _table_of(client: Client) -> TokenTable | None:
+def _tokenizer_of(client: Client) -> Any:
+    """Return the model's tokenizer; None where it has none."""
     try:
-        return TokenTable(client.tokenizer)
+        return client.tokenizer
     except ModelNotFound:
         return None
 

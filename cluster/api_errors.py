@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from typing_extensions import TypedDict
 
 from scheduler.errors import (
+    Cancelled,
     DeadlineExceeded,
     DuplicateRequest,
     EngineUnavailable,
@@ -43,10 +45,6 @@ class BodyTooLarge(HaversackError):
     """The body of the HTTP request is larger than this endpoint takes."""
 
 
-class RequestCancelled(HaversackError):
-    """The request was cancelled before it was done, by its client or by an operator."""
-
-
 class _Kind(NamedTuple):
     status: int
     type: str
@@ -62,7 +60,7 @@ _KINDS: dict[type[HaversackError], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error", "invalid_value"),
     ModelNotFound: _Kind(400, "invalid_request_error", "no_tokenizer"),
     Overloaded: _Kind(429, "rate_limit_error", "overloaded"),
-    RequestCancelled: _Kind(499, "request_cancelled", "request_cancelled"),
+    Cancelled: _Kind(499, "request_cancelled", "request_cancelled"),
     DeadlineExceeded: _Kind(503, "service_unavailable_error", "deadline_exceeded"),
     EngineUnavailable: _Kind(503, "service_unavailable_error", "engine_unavailable"),
     NumericalError: _Kind(500, "server_error", "numerical_error"),
@@ -71,13 +69,29 @@ _KINDS: dict[type[HaversackError], _Kind] = {
 _UNEXPECTED = _Kind(500, "server_error", "internal_error")
 
 
+class ErrorObject(TypedDict):
+    """What a client is told of an error, in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field that is wrong."""
+    code: str | None
+    """Which kind of error it is, for programs."""
+
+
+class ErrorBody(TypedDict):
+    """The body of an answer that tells of an error, or an event of a stream that does."""
+
+    error: ErrorObject
+
+
 class ErrorAnswer(NamedTuple):
-    """What a client is told of an error."""
+    """How an error is answered."""
 
     status: int
     headers: dict[str, str]
-    error: dict[str, Any]
-    """The error object; in a body or an event it stands under "error"."""
+    error: ErrorObject
 
     @property
     def body(self) -> bytes:
@@ -114,7 +128,7 @@ def error_answer(
     headers: dict[str, str] | None = None,
 ) -> ErrorAnswer:
     """Return an answer in OpenAI's shape; halves of characters in the texts become "?"."""
-    error = {
+    error: ErrorObject = {
         "message": _sendable(message),
         "type": type_,
         "param": None if param is None else _sendable(param),

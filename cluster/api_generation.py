@@ -1,52 +1,36 @@
-"""Completions and chat completions: from a body to requests, and from results to an answer.
+"""Completions and chat completions: from a body to requests, and from those to an answer.
 
-The module knows bodies, choices and the engine's requests, and nothing of HTTP but how answers are
-sent.
+The module knows bodies and the engine's requests, and nothing of HTTP but how answers are sent.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
-from cluster.api_choices import (
-    Answer,
-    Asked,
-    ChatWriter,
-    CompletionWriter,
-    Piece,
-    Prompt,
-    Usage,
-    usage_of,
-)
+from cluster.api_answers import Form, PromptStream, Result, take, usage, whole_answer
+from cluster.api_choices import Answer, Asked, Piece
+from cluster.api_encoding import template_ids
 from cluster.api_engine import ApiEngine, Options, cancelled
-from cluster.api_models import ChatRequest, CompletionRequest, Generation, Message, prompts_of
+from cluster.api_models import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    OneOfPrompts,
+    prompts_of,
+)
 from cluster.api_settings import Limits
-from cluster.api_streaming import EventStream, merged
+from cluster.api_streaming import EventStream, Json, merged
 from cluster.handle import RequestHandle
-from cluster.prompts import is_text
-from scheduler.errors import InvalidRequest, ModelNotFound
-from scheduler.logprobs import Logprobs
-from scheduler.outputs import CompletionDelta, RequestOutput
+from scheduler.errors import InvalidRequest
+from scheduler.outputs import RequestOutput
 from scheduler.sampling_params import ALL_LOGPROBS, SamplingParams
-
-Writer = CompletionWriter | ChatWriter
-
-
-class Json(Response):
-    """An answer in one piece."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
 
 
 @dataclass(frozen=True)
@@ -54,22 +38,16 @@ class _Job:
     """One HTTP request, ready to be submitted."""
 
     body: Generation
-    prompts: Sequence[str | list[int]]
+    prompts: Sequence[OneOfPrompts]
     params: SamplingParams
-    asked: Asked
-    answer_id: str
-    kind: str
-    """`object` in the answer."""
-    make_writer: Callable[[int, Prompt], Writer]
-    created: int = field(default_factory=lambda: int(time.time()))
+    form: Form
+    name: str
+    """Of the request, or what the names of several begin with."""
 
-    def answer(self, engine: ApiEngine) -> Answer:
-        return {
-            "id": self.answer_id,
-            "object": self.kind,
-            "created": self.created,
-            "model": engine.served_name,
-        }
+    def text(self, place: int) -> str | None:
+        """Return the prompt at a place, if it was given as text."""
+        prompt = self.prompts[place]
+        return prompt if isinstance(prompt, str) else None
 
 
 async def complete(engine: ApiEngine, body: CompletionRequest) -> Response:
@@ -81,15 +59,9 @@ async def complete(engine: ApiEngine, body: CompletionRequest) -> Response:
     engine.check_model(body.model)
     prompts = prompts_of(body.prompt)
     check_count("prompt", len(prompts), engine.settings.limits)
-    params = body.sampling_params(detokenize=engine.has_tokenizer)
+    params = body.sampling_params(detokenize=engine.texts.has_tokenizer)
     asked = _asked(body, params, echo=bool(body.echo), num_logprobs=body.logprobs)
-
-    def writer(index: int, prompt: Prompt) -> Writer:
-        return CompletionWriter(index, prompt, asked, engine.strings)
-
-    answer_id = new_id("cmpl", body.request_id)
-    job = _Job(body, prompts, params, asked, answer_id, "text_completion", writer)
-    return await _run(engine, job)
+    return await _run(engine, _job(engine, body, prompts, params, asked))
 
 
 async def chat(engine: ApiEngine, body: ChatRequest) -> Response:
@@ -100,16 +72,34 @@ async def chat(engine: ApiEngine, body: ChatRequest) -> Response:
     """
     engine.check_model(body.model)
     params = body.sampling_params()
-    asked = _asked(body, params)
-    prompt = await engine.run(template_ids, engine, body.messages)
-    streams = bool(body.stream)
+    num_chars = sum(message.num_chars for message in body.messages)
+    prompt = await engine.work(num_chars, template_ids, body.messages)
+    return await _run(engine, _job(engine, body, [prompt], params, _asked(body, params)))
 
-    def writer(index: int, prompt: Prompt) -> Writer:
-        return ChatWriter(index, prompt, asked, engine.strings, streams=streams)
 
-    kind = "chat.completion.chunk" if streams else "chat.completion"
-    answer_id = new_id("chatcmpl", body.request_id)
-    return await _run(engine, _Job(body, [prompt], params, asked, answer_id, kind, writer))
+def _job(
+    engine: ApiEngine,
+    body: Generation,
+    prompts: Sequence[OneOfPrompts],
+    params: SamplingParams,
+    asked: Asked,
+) -> _Job:
+    is_chat, streams = isinstance(body, ChatRequest), bool(body.stream)
+    answer_id = new_id("chatcmpl" if is_chat else "cmpl", body.request_id)
+    kind = "text_completion"
+    if is_chat:
+        kind = "chat.completion.chunk" if streams else "chat.completion"
+    answer: Answer = {
+        "id": answer_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": engine.served_name,
+    }
+    if streams and body.wants_usage_event:
+        answer["usage"] = None
+    form = Form(answer, asked, params.n, is_chat, streams)
+    name = answer_id if body.request_id is None else body.request_id
+    return _Job(body, prompts, params, form, name)
 
 
 def new_id(prefix: str, request_id: str | None) -> str:
@@ -138,34 +128,6 @@ def check_logprobs(param: str, k: int | None, limits: Limits) -> None:
         )
 
 
-def template_ids(engine: ApiEngine, messages: Sequence[Message]) -> list[int]:
-    """Return the token ids of a conversation, up to where the answer begins.
-
-    Raises:
-        InvalidRequest: the model has no chat template, or it does not take these messages.
-    """
-    try:
-        tokenizer = engine.tokenizer
-    except ModelNotFound:
-        tokenizer = None
-    if tokenizer is None or not tokenizer.chat_template:
-        raise InvalidRequest(
-            "the model has no chat template: use /v1/completions", param="messages"
-        )
-    turns = [message.for_template() for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: it raises what it likes
-        raise InvalidRequest(
-            f"the model's chat template does not take these messages: {error}", param="messages"
-        ) from None
-    if not is_text(text):
-        raise InvalidRequest(
-            "messages hold half of a character (a lone surrogate)", param="messages"
-        )
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-
 def _asked(
     body: Generation,
     params: SamplingParams,
@@ -187,20 +149,18 @@ def _asked(
 
 async def _run(engine: ApiEngine, job: _Job) -> Response:
     _check_limits(engine, job)
-    options = Options(
-        job.body.request_id if job.body.request_id is not None else job.answer_id,
-        job.body.priority or 0,
-        job.body.cache_salt,
-        job.body.timeout_s,
-    )
+    body = job.body
+    options = Options(job.name, body.priority or 0, body.cache_salt, body.timeout_s)
     async with AsyncExitStack() as stack:
         requests = engine.requests(job.prompts, job.params, options)
         handles = await stack.enter_async_context(requests)
         _check_size(engine, job, handles)
-        if job.body.stream:
+        if body.stream:
             return EventStream(_events(engine, job, handles), stack.pop_all())
         outputs = await engine.results(handles)
-        return await engine.run(_whole_answer, engine, job, outputs)
+    results = _results(job, handles, outputs)
+    size = sum(result.size for result in results)
+    return Json(await engine.work(size, whole_answer, job.form, results))
 
 
 def _check_limits(engine: ApiEngine, job: _Job) -> None:
@@ -219,86 +179,41 @@ def _check_size(engine: ApiEngine, job: _Job, handles: Sequence[RequestHandle]) 
     """Refuse an answer of more logprobs than allowed; choices count at their shortest."""
     k = job.params.num_prompt_logprobs
     if k is not None:
-        width = 1 + (engine.vocab_size if k == ALL_LOGPROBS else k)
+        width = 1 + (engine.texts.vocab_size if k == ALL_LOGPROBS else k)
         start = job.params.prompt_logprobs_start
         lengths = (len(handle.submission.prompt_token_ids) - start for handle in handles)
         engine.check_entries(sum(lengths) * width * job.params.n)
 
 
-def _prompt_of(handle_prompt: Any, given: str | list[int]) -> Prompt:
-    return Prompt(handle_prompt, given if isinstance(given, str) else None)
-
-
-def _whole_answer(engine: ApiEngine, job: _Job, outputs: Sequence[RequestOutput]) -> Response:
-    choices = []
-    for place, (output, given) in enumerate(zip(outputs, job.prompts, strict=True)):
-        prompt = _prompt_of(output.prompt_token_ids, given)
-        view = output.prompt_logprobs
-        rows = None if view is None else view.arrays
-        for completion in output.outputs:
-            writer = job.make_writer(place * job.params.n + completion.index, prompt)
-            choices.append(writer.add(Piece.of(completion), rows))
-    return Json({**job.answer(engine), "choices": choices, "usage": _usage(outputs)})
-
-
-def _usage(outputs: Sequence[RequestOutput]) -> Usage:
-    return usage_of(
-        sum(len(output.prompt_token_ids) for output in outputs),
-        sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
-        sum(output.num_cached_tokens or 0 for output in outputs),
-    )
+def _results(
+    job: _Job, handles: Sequence[RequestHandle], outputs: Sequence[RequestOutput]
+) -> list[Result]:
+    return [
+        Result.of(output, handle.submission.prompt_token_ids, job.text(place))
+        for place, (handle, output) in enumerate(zip(handles, outputs, strict=True))
+    ]
 
 
 async def _events(
     engine: ApiEngine, job: _Job, handles: Sequence[RequestHandle]
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Any]:
     """Yield the events of a stream."""
-    base: dict[str, Any] = {**job.answer(engine)}
-    if job.body.wants_usage_event:
-        base["usage"] = None
-    prompts = [
-        _PromptStream(job, place, _prompt_of(handle.submission.prompt_token_ids.tolist(), given))
-        for place, (handle, given) in enumerate(zip(handles, job.prompts, strict=True))
+    streams = [
+        PromptStream(job.form, place, handle.submission.prompt_token_ids, job.text(place))
+        for place, handle in enumerate(handles)
     ]
     async for place, delta in merged(handles):
         if delta.finish_reason == "abort":
             raise cancelled(delta.request_id)
-        prompt = prompts[place]
-        if prompt.has_begun(delta):
-            choices = prompt.take(delta)
-        else:  # a long prompt takes its time to be told
-            choices = await engine.run(prompt.take, delta)
-        for choice in choices:
-            yield {**base, "choices": [choice]}
+        stream, piece, view = streams[place], Piece.of(delta), delta.prompt_logprobs
+        rows = None if view is None else view.arrays
+        if stream.has_begun(delta.index):
+            yield stream.take(engine.texts, delta.index, piece, rows)
+            continue
+        # A long prompt takes its time to be told.
+        size = stream.size(piece, rows)
+        streams[place], events = await engine.work(size, take, stream, delta.index, piece, rows)
+        yield events
     if job.body.wants_usage_event:
-        outputs = [handle.result(0) for handle in handles]
-        yield {**base, "choices": [], "usage": _usage(outputs)}
-
-
-class _PromptStream:
-    """The choices of one prompt, as they grow."""
-
-    def __init__(self, job: _Job, place: int, prompt: Prompt) -> None:
-        num = job.params.n
-        self._writers = [job.make_writer(place * num + index, prompt) for index in range(num)]
-        self._is_waiting = job.asked.needs_prompt_rows
-        self._rows: Logprobs | None = None
-        self._begun: set[int] = set()
-        self._held: list[CompletionDelta] = []
-        """What came before the prompt's rows, which come with the first choice."""
-
-    def has_begun(self, delta: CompletionDelta) -> bool:
-        """Whether the delta's choice has its first piece, and with it the prompt."""
-        return delta.index in self._begun
-
-    def take(self, delta: CompletionDelta) -> list[Any]:
-        """Return the pieces that a delta brings."""
-        if delta.prompt_logprobs is not None:
-            self._rows = delta.prompt_logprobs.arrays
-            self._is_waiting = False
-        self._held.append(delta)
-        if self._is_waiting:
-            return []
-        held, self._held = self._held, []
-        self._begun.update(each.index for each in held)
-        return [self._writers[each.index].add(Piece.of(each), self._rows) for each in held]
+        results = _results(job, handles, [handle.result(0) for handle in handles])
+        yield {**job.form.answer, "choices": [], "usage": usage(results)}

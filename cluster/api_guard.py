@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.api_errors import BodyTooLarge, ErrorAnswer, InvalidKey, answer_to
 from cluster.api_metrics import ApiMetrics
 from cluster.api_settings import ApiSettings, digest
+from cluster.otel import coming_from
 from scheduler.errors import HaversackError
 
-OPEN_PATHS = frozenset({"/health"})
-"""What needs no key: probes have none."""
+OPEN_PATHS = frozenset({"/health", "/", ""})
+"""What needs no key: probes have none, and the live page holds nothing but its script."""
 HUNG_UP = 499
 
 
@@ -44,7 +45,8 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        with self._metrics.in_progress.track_inprogress():
+        traceparent = Headers(scope=scope).get("traceparent")
+        with self._metrics.in_progress.track_inprogress(), coming_from(traceparent):
             try:
                 await self._pass(scope, receive, send_counted)
             finally:

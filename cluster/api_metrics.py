@@ -1,66 +1,64 @@
-"""What Prometheus is told: the engine's counters, and those of the endpoint itself.
+"""What Prometheus is told at the endpoint: the engine's series, and those of the endpoint itself.
 
-Every counter and gauge of `SchedulerStats` is there as `haversack_<name>`, without the `num_` in
-front of its name. The module asks nobody: it is given the counters.
+Both stand in `cluster.series_table`. The module asks nobody: it is given the engine's counters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from scheduler.messages import SchedulerStats
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-GAUGES = frozenset(
-    {
-        "num_waiting",
-        "num_queued_tokens",
-        "num_running",
-        "num_workers",
-        "num_blocks",
-        "num_used_blocks",
-        "num_row_cache_blocks",
-        "num_row_cache_bytes",
-    }
+from cluster.metrics import BUCKETS
+from cluster.series import ENGINE_LABEL, Kind, Series
+from cluster.series_table import (
+    ENGINE_SERIES,
+    HTTP_IN_PROGRESS,
+    HTTP_REQUEST_SECONDS,
+    HTTP_REQUESTS,
 )
-"""Of the engine's numbers, those that can fall."""
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+from scheduler import timings
+from scheduler.outbox import EngineStats
+
+_FAMILIES: dict[Kind, Any] = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ApiMetrics:
-    """The counters of one endpoint."""
+    """The counters of one endpoint, and of the engine behind it."""
 
-    def __init__(self, stats: Callable[[], SchedulerStats | None]) -> None:
+    def __init__(self, engine_name: str, stats: Callable[[], EngineStats | None]) -> None:
         """Begin at zero.
 
         Args:
-            stats: the engine's counters; None where they are not known now.
+            engine_name: of the engine that is served.
+            stats: its counters; None where they are not known now.
         """
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(stats))
+        self._registry.register(_EngineCollector(engine_name, stats))
+        requests, seconds, in_progress = HTTP_REQUESTS, HTTP_REQUEST_SECONDS, HTTP_IN_PROGRESS
         self._requests = Counter(
-            "haversack_http_requests",
-            "HTTP requests that were answered, by route and status",
-            ["route", "status"],
-            registry=self._registry,
+            requests.name, requests.help, requests.labels, registry=self._registry
         )
         self._seconds = Histogram(
-            "haversack_http_request_seconds",
-            "Seconds from a request to the end of its answer",
-            ["route"],
-            buckets=_SECONDS,
+            *(seconds.name, seconds.help, seconds.labels),
             registry=self._registry,
+            buckets=timings.BOUNDS_S,
         )
-        self.in_progress = Gauge(
-            "haversack_http_requests_in_progress",
-            "HTTP requests that are being answered",
-            registry=self._registry,
-        )
+        self.in_progress = Gauge(in_progress.name, in_progress.help, registry=self._registry)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         """Count an answer."""
@@ -73,22 +71,26 @@ class ApiMetrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], SchedulerStats | None]) -> None:
+    def __init__(self, engine_name: str, stats: Callable[[], EngineStats | None]) -> None:
+        self._engine_name = engine_name
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         if stats is None:
             return
-        for name, value in msgspec.structs.asdict(stats).items():
-            short = "haversack_" + name.removeprefix("num_")
-            about = f"The engine's {name.removeprefix('num_').replace('_', ' ')}"
-            if isinstance(value, dict):
-                family = CounterMetricFamily(short, about, labels=["reason"])
-                for reason, count in value.items():
-                    family.add_metric([reason], count)
-                yield family
-            elif name in GAUGES:
-                yield GaugeMetricFamily(short, about, value=value)
+        for series in ENGINE_SERIES:
+            yield self._family(series, stats)
+
+    def _family(self, series: Series, stats: EngineStats) -> Any:
+        family = _FAMILIES[series.kind](
+            series.name, series.help, labels=(ENGINE_LABEL, *series.labels)
+        )
+        for labels, value in series.read(stats) if series.read is not None else ():
+            values = (self._engine_name, *labels)
+            if isinstance(value, timings.Histogram):
+                buckets = list(zip(BUCKETS, accumulate(value.counts), strict=True))
+                family.add_metric(values, buckets, value.total_s)
             else:
-                yield CounterMetricFamily(short, about, value=value)
+                family.add_metric(values, value)
+        return family

@@ -10,8 +10,9 @@ The module knows no engine and no web framework.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from cluster.scoring import ScoringParams
@@ -20,6 +21,8 @@ from scheduler.sampling_params import SamplingParams
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Ids = Annotated[Any, WithJsonSchema({k: v for k, v in _IDS.items() if k != "minItems"})]
+"""Token ids, or none; checked where they are used, like the following."""
 OnePrompt = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _IDS]})]
 """Text or token ids; `cluster.prompts` checks which."""
 Prompts = Annotated[
@@ -36,7 +39,12 @@ Prompts = Annotated[
     ),
 ]
 """One prompt or several."""
+_WITH_IDS = frozenset({"prompt", "context", "continuations", "tokens"})
+"""Fields of those types."""
 _MAX_ID_DIGITS = 10
+
+OneOfPrompts: TypeAlias = "str | list[int] | np.ndarray[Any, Any]"
+"""A prompt as it came in a body: text, or token ids in either form."""
 
 
 class Body(BaseModel):
@@ -200,6 +208,12 @@ class Message(BaseModel):
     content: str | list[TextPart]
     name: str | None = None
 
+    @property
+    def num_chars(self) -> int:
+        """Characters of the content."""
+        content = self.content
+        return len(content) if isinstance(content, str) else sum(len(p.text) for p in content)
+
     def for_template(self) -> dict[str, str]:
         """Return it as chat templates expect it."""
         content = self.content
@@ -294,23 +308,46 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
-    tokens: list[int]
+    tokens: Ids
 
 
-def prompts_of(value: Any, param: str = "prompt") -> list[str | list[int]]:
+def packed(body: Body) -> None:
+    """Turn the lists of integers in prompts and the like into arrays, which are quick to hand on.
+
+    Lists that hold anything else stay as they are, and so do integers that no array has.
+    """
+    for name in _WITH_IDS & type(body).model_fields.keys():
+        value = getattr(body, name)
+        if isinstance(value, list):
+            whole = _as_array(value)
+            if isinstance(whole, list):
+                whole = [_as_array(item) if isinstance(item, list) else item for item in value]
+            setattr(body, name, whole)
+
+
+def _as_array(items: list[Any]) -> list[Any] | np.ndarray[Any, Any]:
+    if not items or any(type(item) is not int for item in items):
+        return items
+    try:
+        return np.array(items, np.int64)
+    except OverflowError:
+        return items
+
+
+def prompts_of(value: Any, param: str = "prompt") -> list[OneOfPrompts]:
     """Return the prompts of a field that holds one or several of them.
 
     Raises:
         InvalidRequest: it holds none, or something else. What the prompts are is not looked at.
     """
     forms = "give text, a list of texts, one list of token ids, or a list of such lists"
-    if isinstance(value, str):
+    if isinstance(value, (str, np.ndarray)):
         return [value]
     if not isinstance(value, Sequence):
         raise InvalidRequest(f"{param} is a {type(value).__name__}: {forms}", param=param)
     if not value:
         raise InvalidRequest(f"{param} is empty: {forms}", param=param)
-    kinds = {type(item) for item in value}
+    kinds = {list if isinstance(item, np.ndarray) else type(item) for item in value}
     if kinds <= {str} or kinds <= {list}:
         return list(value)
     if kinds & {str, list}:

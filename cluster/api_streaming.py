@@ -1,10 +1,11 @@
-"""Answers that come as server-sent events, and clients that go away.
+"""Answers on their way: whole ones, those that come as server-sent events, clients that go away.
 
 Rules:
 - A client that hangs up ends the work for it at once, whether it waited for an answer or read a
   stream.
 - A stream that has begun has its status already: an error that comes later is an event, in the
   shape that the body of an error has. In any case `[DONE]` is last.
+- What is long is sent in parts: handing on all of it at once would hold up everybody else.
 The module knows no tokens and no scheduling.
 """
 
@@ -13,20 +14,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.api_errors import RequestCancelled, answer_to
+from cluster.api_errors import answer_to
 from cluster.handle import RequestHandle
-from scheduler.errors import HaversackError
+from scheduler.errors import Cancelled, HaversackError
 from scheduler.outputs import CompletionDelta
 
 _DONE = b"data: [DONE]\n\n"
+_PART_BYTES = 2**20
 
 Found = TypeVar("Found")
+Bytes: TypeAlias = "bytes | np.ndarray[Any, np.dtype[np.uint8]]"
+"""Bytes, or an array of them."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Found]) -> Found:
@@ -36,14 +41,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Found]) -> Fou
         receive: brings what the client sends, its body having been read.
 
     Raises:
-        RequestCancelled: the client has hung up. The work has ended.
+        Cancelled: the client has hung up. The work has ended.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RequestCancelled("the client hung up")
+            raise Cancelled("the client hung up")
         return task.result()
     finally:
         task.cancel()
@@ -57,13 +62,35 @@ async def _gone(receive: Receive) -> None:
         message = await receive()
 
 
+class Json(Response):
+    """An answer in one piece, which is JSON already."""
+
+    media_type = "application/json"
+
+    def __init__(self, body: Bytes) -> None:
+        self.status_code = 200
+        self.background = None
+        self._body = body
+        self.init_headers({"content-length": str(len(body))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _send_start(send, self)
+        await _send_parts(send, self._body)
+        await _send_part(send, b"", more=False)
+
+
 class EventStream(Response):
-    """Sends events as they come, each the JSON of an answer."""
+    """Sends events as they come."""
 
     media_type = "text/event-stream"
 
     def __init__(self, answers: AsyncIterator[Any], resources: AsyncExitStack) -> None:
-        """Take over what is to be given back when the stream is over."""
+        """Take over what is to be given back when the stream is over.
+
+        Args:
+            answers: each the JSON of an event; or bytes that are events already, see `event`.
+            resources: what goes with them.
+        """
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -74,30 +101,37 @@ class EventStream(Response):
         async with self._resources:
             try:
                 await unless_gone(receive, self._send(send))
-            except RequestCancelled:
+            except Cancelled:
                 return
 
     async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
+        await _send_start(send, self)
         try:
             async for answer in self._answers:
-                await self._send_part(send, _event(answer))
+                is_made = isinstance(answer, (bytes, np.ndarray))
+                await _send_parts(send, answer if is_made else event(answer))
         except HaversackError as error:
-            await self._send_part(send, _event({"error": answer_to(error).error}))
-        await self._send_part(send, _DONE, more=False)
-
-    async def _send_part(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+            await _send_part(send, event({"error": answer_to(error).error}))
+        await _send_part(send, _DONE, more=False)
 
 
-def _event(answer: Any) -> bytes:
+def event(answer: Any) -> bytes:
+    """Return an event that holds the JSON of an answer."""
     return b"data: " + msgspec.json.encode(answer) + b"\n\n"
+
+
+async def _send_start(send: Send, response: Response) -> None:
+    status, headers = response.status_code, response.raw_headers
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send_parts(send: Send, data: Bytes) -> None:
+    for start in range(0, len(data), _PART_BYTES):
+        await _send_part(send, bytes(data[start : start + _PART_BYTES]))
+
+
+async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def merged(

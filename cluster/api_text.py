@@ -93,21 +93,20 @@ class TokenStrings:
 class Offsets:
     """Where tokens stand in a text, as they come."""
 
-    def __init__(self, strings: TokenStrings, skip_special_tokens: bool, start: int = 0) -> None:
+    def __init__(self, skip_special_tokens: bool, start: int = 0) -> None:
         """Begin with `start` characters in front."""
-        self._strings = strings
         self._skips = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_chars = start
         """Characters that are complete."""
 
-    def take(self, token_ids: Sequence[int]) -> list[int]:
+    def take(self, strings: TokenStrings, token_ids: Sequence[int]) -> list[int]:
         """Return the offset of each token."""
         found = []
         for token_id in token_ids:
             found.append(self.num_chars)
-            if not (self._skips and self._strings.is_special(token_id)):
-                data = self._strings.bytes_of(token_id) or b""
+            if not (self._skips and strings.is_special(token_id)):
+                data = strings.bytes_of(token_id) or b""
                 self.num_chars += len(self._utf8.decode(data))
         return found
 
@@ -133,8 +132,8 @@ def echo_of(
     for skips in (True, False) if given is not None else (skip_special,):
         text = prompt_text(strings, token_ids, skip_special=skips)
         if given is None or text == given:
-            return text, Offsets(strings, skips).take(token_ids)
-    offsets = Offsets(strings, True).take(token_ids)
+            return text, Offsets(skips).take(strings, token_ids)
+    offsets = Offsets(True).take(strings, token_ids)
     return given or "", [min(offset, len(given or "")) for offset in offsets]
 
 

@@ -17,7 +17,7 @@ import fcntl
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -79,6 +79,9 @@ class Output(Protocol):
 
     def recover(self, expected: Expected) -> Finished:
         """Return what is written, after cutting off what is damaged."""
+
+    def records(self) -> Generator[dict[str, Any], None, None]:
+        """Yield the results that are written, in order; to be read before others are added."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a result."""
@@ -193,6 +196,10 @@ class JsonlOutput:
         self._file.truncate(num_good_bytes)
         return finished
 
+    def records(self) -> Generator[dict[str, Any], None, None]:
+        with self._path.open("rb") as file:
+            yield from map(msgspec.json.decode, file)
+
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json_line(record))
         self._file.flush()
@@ -223,6 +230,9 @@ class StreamOutput:
 
     def recover(self, expected: Expected) -> Finished:
         return Finished()
+
+    def records(self) -> Generator[dict[str, Any], None, None]:
+        yield from ()
 
     def write(self, record: dict[str, Any]) -> None:
         self._stream.write(json_line(record))

@@ -11,6 +11,7 @@ Needs pyarrow, which only this module imports, when it is used.
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from scheduler.errors import MissingPackage, OutputConflict
 
 _SUFFIX = ".parquet"
 _UNFINISHED = ".unfinished"
+_ROWS_AT_ONCE = 64
 
 
 class ParquetOutput:
@@ -91,6 +93,14 @@ class ParquetOutput:
                 finished.add(row)
             self._num_parts += 1
         return finished
+
+    def records(self) -> Generator[dict[str, Any], None, None]:
+        from pyarrow import parquet
+
+        for number in range(self._num_parts):
+            with parquet.ParquetFile(self._part(number)) as part:
+                for batch in part.iter_batches(_ROWS_AT_ONCE):
+                    yield from batch.to_pylist()
 
     def write(self, record: dict[str, Any]) -> None:
         self._rows.append(record)

@@ -154,6 +154,8 @@ class RowResult(NamedTuple):
     """Tokens in front of the scored ones that are the row's own: the first one of a prompt."""
     num_tokens: int
     """Tokens that the engine was given for it."""
+    parts: tuple[Score, ...] = ()
+    """The scores of its requests, in order: one, or one for each window."""
 
 
 @dataclass
@@ -180,7 +182,7 @@ class _Plan:
         num_tokens = sum(score.num_context_tokens + score.num_tokens for score in scores)
         error = next((part for part in parts if isinstance(part, HaversackError)), None)
         outcome = error or (scores[0] if len(scores) == 1 else joined(scores, decode))
-        return RowResult(self.row, outcome, self.first_token_ids, num_tokens)
+        return RowResult(self.row, outcome, self.first_token_ids, num_tokens, tuple(scores))
 
 
 class RowScorer:

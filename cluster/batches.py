@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from cluster.batch_identity import BatchIdentity
 from cluster.batch_input import InputFacts, InputFormat, format_of, measure, rows_of
@@ -33,7 +33,7 @@ from cluster.batch_output import (
     record_of,
 )
 from cluster.batch_parquet import ParquetOutput, check_pyarrow
-from cluster.batch_rows import RowScorer, ScoringEngine
+from cluster.batch_rows import RowResult, RowScorer, ScoringEngine
 from cluster.scoring import ScoringParams, refuse
 from scheduler.errors import HaversackError, InvalidRequest, OutputConflict
 
@@ -85,6 +85,7 @@ class BatchProgress:
     """How far a batch is."""
 
     finished: Finished
+    """Sums over the output: `num_failed`, `num_tokens`, `logprob`; `rows` are those in it."""
     num_rows: int | None
     """Of the input; None where that is a stream."""
     num_resumed: int
@@ -116,6 +117,12 @@ class BatchWatcher:
 
     def advanced(self, progress: BatchProgress) -> None:
         """See that another row is written."""
+
+    def found(self, records: Iterator[dict[str, Any]]) -> None:
+        """See the results of an earlier run, as far as one reads them."""
+
+    def wrote(self, result: RowResult) -> None:
+        """See a result that is written."""
 
     def failed(self, index: int, error: HaversackError) -> None:
         """See that a row is bad, before it is written."""
@@ -171,7 +178,7 @@ class Batch:
     def run(
         self,
         engine: ScoringEngine,
-        watcher: BatchWatcher | None = None,
+        *watchers: BatchWatcher,
     ) -> BatchProgress:
         """Score the rows that are not done, and return how the batch stands then.
 
@@ -180,7 +187,7 @@ class Batch:
 
         Args:
             engine: a client.
-            watcher: is told how it goes on; what it raises ends the run.
+            watchers: are told how it goes on; what one raises ends the run.
 
         Raises:
             OutputConflict: the output is of something else, another process writes it, or it
@@ -189,7 +196,6 @@ class Batch:
             HaversackError: with `strict`, what became of a bad row.
             EngineUnavailable: the engine is gone.
         """
-        watcher = watcher or BatchWatcher()
         with contextlib.ExitStack() as stack:
             facts = self._facts()
             with _written_to(self._output):
@@ -204,9 +210,12 @@ class Batch:
                     f"{finished.num_failed} rows in {self._output} failed in an earlier run: leave "
                     "out --strict, or begin anew with --restart"
                 )
-            watcher.began(progress)
+            for watcher in watchers:
+                watcher.began(progress)
+                with closing(output.records()) as records:
+                    watcher.found(records)
             stream = stack.enter_context(self._open_input())
-            self._score(engine, stream, output, progress, watcher)
+            self._score(engine, stream, output, progress, watchers)
             with _written_to(self._output):
                 output.complete()
         return progress
@@ -297,7 +306,7 @@ class Batch:
         stream: BinaryIO,
         output: Output,
         progress: BatchProgress,
-        watcher: BatchWatcher,
+        watchers: Sequence[BatchWatcher],
     ) -> None:
         options, finished = self._options, progress.finished
         if progress.num_done == progress.num_rows:
@@ -314,7 +323,8 @@ class Batch:
                 if isinstance(result.outcome, HaversackError):
                     if options.strict:
                         raise _of_row(result.outcome, result.row.index)
-                    watcher.failed(result.row.index, result.outcome)
+                    for watcher in watchers:
+                        watcher.failed(result.row.index, result.outcome)
                 record = record_of(
                     result,
                     decode,
@@ -326,7 +336,9 @@ class Batch:
                 finished.add(record)
                 progress.num_engine_tokens += result.num_tokens
                 progress.elapsed_s = time.monotonic() - begin_s
-                watcher.advanced(progress)
+                for watcher in watchers:
+                    watcher.wrote(result)
+                    watcher.advanced(progress)
 
 
 def _of_row(error: HaversackError, index: int) -> HaversackError:

@@ -62,13 +62,13 @@ class SchedulerCalls:
         except RayActorError as error:
             self._look_up(_last_line(error))
             raise Unreachable(_last_line(error)) from None
-        except RayError as error:
+        except (RayError, ConnectionError) as error:  # the latter of `ray://` addresses
             raise Unreachable(_last_line(error)) from None
 
     def tell(self, method: str, *args: Any) -> None:
         """Call without waiting for an answer; a scheduler out of reach is noticed elsewhere."""
         if ray.is_initialized():
-            with contextlib.suppress(RayError):
+            with contextlib.suppress(RayError, ConnectionError):
                 getattr(self._scheduler, method).remote(*args)
 
     def _look_up(self, reason: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from cluster import cli_generate, cli_operate, cli_score, cli_serve, cli_tools
+from cluster import cli_engine, cli_generate, cli_operate, cli_score, cli_serve, cli_tools
 from cluster.cli_common import EXIT_CODES
 
 app = typer.Typer(
@@ -20,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: list[tuple[Callable[..., None], str]] = [
+    (cli_engine.start, "haversack start --config engine.yaml"),
+    (cli_engine.stop, "haversack stop"),
     (cli_serve.serve, "haversack serve --port 8080 --num-workers 2"),
     (cli_generate.generate, "haversack generate 'Once upon a time' --max-tokens 32"),
     (cli_generate.logprobs, "haversack logprobs 'The capital of France is Paris' -k 3"),
@@ -45,4 +47,4 @@ def _register(
 
 for _command, _example in _COMMANDS:
     _register(_command, _example)
-_register(cli_tools.bench, "haversack bench score", _PASSED_ON)
+_register(cli_tools.bench, "haversack bench resilience --repeats 1", _PASSED_ON)

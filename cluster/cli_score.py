@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Iterator
@@ -14,19 +15,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.batches import STREAM, Batch, BatchOptions, BatchProgress, BatchWatcher
+from cluster.block_use import BlockUse
 from cluster.cli_common import (
     Config,
     Exit,
     Json,
     Model,
     Name,
+    Trace,
     Workers,
     engine,
     json_text,
     told_errors,
+    traced,
 )
+from cluster.client import Client
+from cluster.report import Report
 from cluster.scoring import ScoringParams
-from scheduler.errors import HaversackError
+from scheduler.errors import HaversackError, OutputConflict
 
 _MAX_TOLD_ERRORS = 10
 
@@ -71,6 +77,13 @@ Restart = Annotated[
 MaxInFlight = Annotated[
     int | None, typer.Option(help="Requests under way at once; lower takes less memory.")
 ]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also write a page: tokens shaded by their logprobs, and what happened to the "
+        "requests. -k adds the alternatives."
+    ),
+]
 RowsPerPart = Annotated[
     int,
     typer.Option(
@@ -92,6 +105,8 @@ def score(
     restart: Restart = False,
     max_in_flight: MaxInFlight = None,
     rows_per_part: RowsPerPart = 10_000,
+    html: Html = None,
+    trace: Trace = None,
     config: Config = None,
     model: Model = None,
     num_workers: Workers = None,
@@ -117,14 +132,57 @@ def score(
             max_in_flight=max_in_flight,
         )
         batch = Batch(source, target, options)
+        if html is not None:
+            _check_report(html, source, target)
     with (
         engine(config, model=model, num_workers=num_workers, name=name) as client,
-        _shown_progress(STREAM not in (source, target)) as watcher,
+        traced(client, trace),
+        _shown_progress(STREAM not in (source, target)) as shown,
     ):
-        progress = batch.run(client, watcher)
+        if html is None:
+            progress = batch.run(client, shown)
+        else:
+            progress = _run_with_report(batch, client, shown, html, source, target, top_logprobs)
     _tell_end(progress, target, as_json)
     if progress.finished.num_failed:
         raise typer.Exit(Exit.SOME_ROWS_FAILED)
+
+
+def _check_report(html: Path, source: str, target: str) -> None:
+    if not html.parent.is_dir():
+        raise OutputConflict(f"there is no folder {html.parent}: make it first", path=str(html))
+    if html.resolve() in [Path(name).resolve() for name in (source, target) if name != STREAM]:
+        raise OutputConflict(
+            f"{html} is the input or the output: give --html another file", path=str(html)
+        )
+
+
+def _run_with_report(
+    batch: Batch,
+    client: Client,
+    shown: BatchWatcher,
+    html: Path,
+    source: str,
+    target: str,
+    num_logprobs: int,
+) -> BatchProgress:
+    decode = client.token_text()
+    use = BlockUse(client.workers)
+    with contextlib.ExitStack() as stack:
+        stack.callback(use.stop)
+        report = Report(
+            html,
+            source="stdin" if source == STREAM else Path(source).name,
+            output="stdout" if target == STREAM else Path(target).name,
+            model=client.info.model,
+            decode=decode,
+            num_logprobs=num_logprobs,
+            use=use,
+        )
+        stack.callback(report.close)
+        progress = batch.run(client, shown, report)
+        report.finish(progress)
+    return progress
 
 
 def _default_output(source: str) -> str:

@@ -12,7 +12,18 @@ from typing import Annotated, Any
 import typer
 
 from cluster.api_settings import ApiSettings, Limits, key_digests
-from cluster.cli_common import Config, Json, Model, Name, Workers, engine, show, told_errors
+from cluster.cli_common import (
+    Config,
+    Json,
+    Model,
+    Name,
+    Trace,
+    Workers,
+    engine,
+    show,
+    told_errors,
+    traced,
+)
 from cluster.config import EngineConfig
 
 
@@ -51,6 +62,7 @@ def serve(
     max_logprob_entries: Annotated[
         int, typer.Option(help="Logprobs in one answer.")
     ] = Limits.max_logprob_entries,
+    trace: Trace = None,
     config: Config = None,
     model: Model = None,
     num_workers: Workers = None,
@@ -75,7 +87,7 @@ def serve(
             key_digests=digests,
             limits=limits,
         )
-        with _until_interrupted() as interrupted:
+        with traced(client, trace, everybody=True), _until_interrupted() as interrupted:
             endpoint = Endpoint(settings, host=host, port=port, route_prefix=route_prefix)
             try:
                 facts = {"url": endpoint.url, "model": settings.served_names[0]}

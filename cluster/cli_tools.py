@@ -76,10 +76,11 @@ def _benchmarks() -> dict[str, str]:
         MissingPackage: they are not there.
     """
     found: dict[str, str] = {}
-    for path in sorted(_BENCHES.glob("*.py")):
+    for path in sorted([*_BENCHES.glob("*.py"), *_BENCHES.glob("*/__main__.py")]):
         source = path.read_text(encoding="utf-8")
         if "__main__" in source:
-            found[path.stem] = (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
+            name = path.parent.name if path.stem == "__main__" else path.stem
+            found[name] = (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
     if not found:
         raise MissingPackage(
             "the benchmarks are in the repository and not in the installed package: clone it, run "

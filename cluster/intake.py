@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from cluster.connection import Connection
 from cluster.detokenizer import TokenTable
 from cluster.handle import RequestHandle
+from cluster.otel import current_traceparent
 from cluster.prompts import Prompt, check_arguments, parse_prompt, seed_for
 from scheduler.errors import InvalidRequest, ModelNotFound
 from scheduler.messages import Submission
@@ -28,13 +29,23 @@ class Options(NamedTuple):
     cache_salt: str | None = None
     timeout_s: float | None = None
     detached: bool = False
+    traceparent: str | None = None
+    """None: what `cluster.otel` finds that the caller is doing."""
 
 
 class Intake:
     """Makes the handles of one client."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self, connection: Connection, follow: Callable[[RequestHandle], None] | None = None
+    ) -> None:
+        """Make the handles of requests that go over a connection.
+
+        Args:
+            follow: is given each of them when it is made.
+        """
         self._connection = connection
+        self._follow = follow
         self._counter = itertools.count()
         self._table: TokenTable | None = None
         self._tokenizer: Any = None
@@ -73,6 +84,7 @@ class Intake:
             cache_salt=options.cache_salt,
             timeout_s=None if options.timeout_s is None else float(options.timeout_s),
             detached=options.detached,
+            traceparent=options.traceparent or current_traceparent(),
         )
         return self.handle_of(submission, text)
 
@@ -108,7 +120,10 @@ class Intake:
             text: the prompt, where it was given as text.
         """
         table = self._token_table() if submission.sampling_params.detokenize else None
-        return RequestHandle(submission, text, table, self._connection.tell_cancel)
+        handle = RequestHandle(submission, text, table, self._connection.tell_cancel)
+        if self._follow is not None:
+            self._follow(handle)
+        return handle
 
     def token_text(self) -> Callable[[int], str] | None:
         """Return what gives a token's own text; None where the model comes without a tokenizer."""

@@ -24,11 +24,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.config import EngineConfig
+from cluster.dashboards.placing import place_dashboard
 from cluster.fleet import RayFleet, end_parts, find_parts, part_name, resources
+from cluster.metrics import RayPublisher
 from scheduler.actor import CONCURRENCY_GROUPS, EngineSpec, SchedulerActor
 from scheduler.calls import Timeouts
 from scheduler.errors import EngineUnavailable, HaversackError, StartupFailed
 from scheduler.restarts import RestartLimits
+from scheduler.scaling import ScalingLimits
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,9 @@ _MALLOC = (
 """Keeps large buffers in the process: giving them back costs more than the arithmetic on them.
 
 One arena, because only that of a process's first thread can keep them, and steps have another."""
+_NUM_TRIES = 3
+_NO_SERVER = "Initialization failure from server"
+"""In what Ray raises where its head was reached, and could not do what it takes."""
 _JOIN_TIMEOUT_S = 30.0
 _RETRY_S = 0.2
 _ANSWER_TIMEOUT_S = 30.0
@@ -87,17 +93,33 @@ def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
     # Ray's own default gives way to everything else on the machine, its user's other work first.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
-        ray.init(
-            address=config.ray_address or (None if start else "auto"),
-            namespace=config.namespace,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        _init_ray(config.ray_address or (None if start else "auto"), config.namespace)
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = config.ray_address or os.environ.get("RAY_ADDRESS") or "this machine"
         raise EngineUnavailable(f"Ray at {where} can't be reached: {error}") from error
     return True
+
+
+def _init_ray(address: str | None, namespace: str) -> None:
+    """Connect to Ray, or start it where there is no address.
+
+    For a client from outside the head starts a process, which now and then does not come up where
+    the machine is busy: then it is asked for another one.
+    """
+    for num_left in reversed(range(_NUM_TRIES)):
+        try:
+            ray.init(
+                address=address,
+                namespace=namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+            return
+        except ConnectionError as error:
+            if num_left == 0 or _NO_SERVER not in str(error):
+                raise
+            logger.warning("the head could not serve this client, which tries again: %s", error)
 
 
 def find_engine(config: EngineConfig) -> Any | None:
@@ -127,12 +149,14 @@ def find_engine(config: EngineConfig) -> Any | None:
 
 
 def start_engine(
-    config: EngineConfig, *, owner_client_id: str | None = None
+    config: EngineConfig, *, owner_client_id: str | None = None, wait: bool = True
 ) -> EngineHandles | None:
     """Start an engine on the Ray that this process is connected to, and wait until it is ready.
 
     Args:
         owner_client_id: the engine ends when this client has gone; None: it outlives this process.
+        wait: False returns once its scheduler runs, which from then on waits for the workers: those
+            may have room on nodes only that join later.
 
     Returns:
         its handles, or None where an engine of that name is there already.
@@ -151,10 +175,14 @@ def start_engine(
         return None
     handles = EngineHandles(scheduler, config.namespace, config.name)
     try:
-        _wait_until_ready(config, scheduler)
+        if wait:
+            _wait_until_ready(config, scheduler)
+        else:
+            _wait_until_running(scheduler)
     except BaseException:
         kill_engine(handles)
         raise
+    place_dashboard()
     return handles
 
 
@@ -163,7 +191,9 @@ def engine_spec(
 ) -> tuple[EngineSpec, RayFleet]:
     """Return what the scheduler is to be given, and the fleet in it, for the cluster as it is."""
     num_gpus = _gpus_per_worker(config)
-    num_threads = config.num_threads or _threads_per_worker(config.num_workers)
+    num_workers = config.num_workers or _workers_at_start(config, num_gpus)
+    config = msgspec.structs.replace(config, num_workers=num_workers)
+    num_threads = config.num_threads or _threads_per_worker(config)
     patience_s = config.step_timeout_s
     timeouts = Timeouts(
         step_s=patience_s,
@@ -174,7 +204,7 @@ def engine_spec(
         namespace=config.namespace,
         name=config.name,
         model=config.model,
-        num_workers=config.num_workers,
+        num_workers=num_workers,
         worker_options={
             "num_cpus": config.cpus_per_worker,
             "num_gpus": num_gpus,
@@ -189,9 +219,6 @@ def engine_spec(
             "num_threads": num_threads,
         },
         offload_bytes=config.offload_bytes,
-        home_node_id=ray.get_runtime_context().get_node_id(),
-        home_address=_home_address(),
-        has_journal=config.journal_path is not None,
         startup_timeout_s=config.startup_timeout_s,
         takeover_timeout_s=config.max_steps_in_flight
         * timeouts.for_step(config.max_num_batched_tokens),
@@ -203,7 +230,7 @@ def engine_spec(
         settings=msgspec.structs.asdict(config),
         fleet=fleet,
         limits=config.scheduler_config,
-        num_workers=config.num_workers,
+        num_workers=num_workers,
         startup_timeout_s=config.startup_timeout_s,
         owner_client_id=owner_client_id,
         client_grace_s=config.client_grace_s,
@@ -215,6 +242,8 @@ def engine_spec(
             max_restarts=config.max_worker_restarts,
             max_in_first_step=config.max_num_seqs.bit_length(),
         ),
+        publish=RayPublisher(config.name),
+        scaling=_scaling(config, num_workers),
     )
     return spec, fleet
 
@@ -254,6 +283,18 @@ def _wait_until_ready(config: EngineConfig, scheduler: Any) -> None:
         raise StartupFailed(f"the scheduler died while starting: {error}") from error
 
 
+def _wait_until_running(scheduler: Any) -> None:
+    """Return when the scheduler's process is there.
+
+    Raises:
+        StartupFailed: it is not, in time.
+    """
+    try:
+        ray.get(scheduler.__ray_ready__.remote(), timeout=_ANSWER_TIMEOUT_S)
+    except RayError as error:
+        raise StartupFailed(f"the scheduler does not run on Ray's head node: {error}") from error
+
+
 def stop_engine(handles: EngineHandles) -> None:
     """Tell every client that the engine ends, and return when nothing of it is left."""
     with contextlib.suppress(RayError, HaversackError):
@@ -279,16 +320,31 @@ def _gpus_per_worker(config: EngineConfig) -> float:
     return 1.0 if asked is None else asked
 
 
-def _threads_per_worker(num_workers: int) -> int:
-    """Return a worker's fair share of the cluster's cores, at most one node's."""
+def _workers_at_start(config: EngineConfig, num_gpus: float) -> int:
+    """Return one worker per GPU that the cluster has now, or else one, within what is allowed."""
+    has = int(resources("cluster_resources").get("GPU", 0) / num_gpus) if num_gpus else 1
+    least = config.min_workers or 1
+    return max(least, min(has, config.max_workers or has))
+
+
+def _scaling(config: EngineConfig, num_workers: int) -> ScalingLimits | None:
+    """Return between how many workers the engine follows its load, None where it does not."""
+    least, most = config.min_workers or num_workers, config.max_workers or num_workers
+    if least == most:
+        return None
+    return ScalingLimits(least, most, config.target_queue_s, config.worker_idle_s)
+
+
+def _threads_per_worker(config: EngineConfig) -> int:
+    """Return a worker's fair share of the cluster's cores, at most one node's.
+
+    Where there are none yet, because the nodes for workers are still to come, it is what a worker
+    reserves.
+    """
     cores = [node["Resources"].get("CPU", 0.0) for node in _nodes() if node["Alive"]]
-    return max(1, int(min(sum(cores) / num_workers, max(cores, default=1.0))))
-
-
-def _home_address() -> str:
-    """Return the address by which Ray knows the machine that this process is on."""
-    here = ray.get_runtime_context().get_node_id()
-    return next(str(n["NodeManagerAddress"]) for n in _nodes() if n["NodeID"] == here)
+    if not any(cores):
+        return max(1, int(config.cpus_per_worker))
+    return max(1, int(min(sum(cores) / config.most_workers, max(cores))))
 
 
 def _nodes() -> list[dict[str, Any]]:

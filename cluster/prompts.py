@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from cluster.otel import is_traceparent
 from scheduler.codec import IntArray, int_array
 from scheduler.errors import InvalidRequest
 from scheduler.sampling_params import SEED_LIMIT, SamplingParams
@@ -60,7 +61,7 @@ def parse_prompt(
             raise _refusal(
                 f"a prompt is not an array of {prompt.dtype} with shape {prompt.shape}: {_FORMS}"
             )
-        return _checked_ids(prompt.tolist(), vocab_size), None
+        return _checked_array(prompt, vocab_size), None
     if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
         return _checked_ids(prompt, vocab_size), None
     raise _refusal(f"a prompt is not a {type(prompt).__name__}: {_FORMS}")
@@ -83,6 +84,7 @@ def check_arguments(
     cache_salt: Any,
     timeout_s: Any = None,
     detached: Any = False,
+    traceparent: Any = None,
 ) -> None:
     """Check the types of what comes with a prompt.
 
@@ -110,12 +112,17 @@ def check_arguments(
             "a finite number of seconds > 0, or None",
         ),
         "detached": (type(detached) is bool, "True or False"),
+        "traceparent": (
+            traceparent is None or is_traceparent(traceparent),
+            "version, trace id, parent id and flags as W3C writes them, or None",
+        ),
     }
     values = {
         "priority": priority,
         "cache_salt": cache_salt,
         "timeout_s": timeout_s,
         "detached": detached,
+        "traceparent": traceparent,
     }
     for param, (holds, allowed) in rules.items():
         if not holds:
@@ -159,10 +166,24 @@ def _checked_ids(token_ids: Sequence[Any], vocab_size: int) -> IntArray:
         if not _is_number(token):
             raise _refusal(f"prompt token {where} is {token!r}, which is no token id: {_FORMS}")
         if not 0 <= token < vocab_size:
-            raise _refusal(
-                f"prompt token {where} is {token}; token ids here are from 0 to {vocab_size - 1}"
-            )
+            raise _out_of_range(where, token, vocab_size)
     return int_array(token_ids)
+
+
+def _checked_array(token_ids: np.ndarray[Any, Any], vocab_size: int) -> IntArray:
+    if not len(token_ids):
+        raise _refusal("the prompt is empty: give at least one token")
+    wrong = (token_ids < 0) | (token_ids >= vocab_size)
+    if wrong.any():
+        where = int(wrong.argmax())
+        raise _out_of_range(where, token_ids[where], vocab_size)
+    return int_array(token_ids)
+
+
+def _out_of_range(where: int, token: int, vocab_size: int) -> InvalidRequest:
+    return _refusal(
+        f"prompt token {where} is {token}; token ids here are from 0 to {vocab_size - 1}"
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -10,7 +10,7 @@ How texts become tokens is the business of `cluster.pairs`, how many requests fi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -23,7 +23,7 @@ from cluster.pairs import PairEncoder, Scorable, TokenPair, with_room
 from cluster.prompts import check_arguments
 from cluster.scoring import Score, ScoringParams, joined, refuse, score_of
 from scheduler.acceptance import row_bytes
-from scheduler.errors import EngineUnavailable, HaversackError, InvalidRequest, RequestFailed
+from scheduler.errors import Cancelled, EngineUnavailable, HaversackError, InvalidRequest
 from scheduler.outputs import DecodeToken, RequestOutput
 
 _MAX_RESULT_BYTES = 256 * 2**20
@@ -77,7 +77,8 @@ class Scorer(ABC):
         Raises:
             InvalidRequest: the pair or something that goes with it is wrong, or it is too long.
             ModelNotFound: there is text, and the model comes without a tokenizer.
-            RequestFailed: it could not be computed, or was cancelled.
+            RequestFailed: it could not be computed.
+            Cancelled: it was cancelled before it was scored.
             EngineUnavailable: the engine is gone.
         """
         params, options = _checked_params(params), Options(priority, cache_salt, timeout_s)
@@ -285,11 +286,16 @@ class Scorer(ABC):
         )
 
     def _encoder(self, params: ScoringParams) -> PairEncoder:
-        return PairEncoder(
-            lambda: self._intake.tokenizer,
-            add_special_tokens=params.add_special_tokens,
-            prefix_token_id=params.prefix_token_id,
-        )
+        return pair_encoder(params, lambda: self._intake.tokenizer)
+
+
+def pair_encoder(params: ScoringParams, tokenizer: Callable[[], Any]) -> PairEncoder:
+    """Return what turns pairs into token ids as the parameters say; see `PairEncoder`."""
+    return PairEncoder(
+        tokenizer,
+        add_special_tokens=params.add_special_tokens,
+        prefix_token_id=params.prefix_token_id,
+    )
 
 
 def _score(
@@ -301,7 +307,7 @@ def _score(
     if isinstance(output, HaversackError):
         return output
     if output.prompt_logprobs is None:
-        return RequestFailed("it was cancelled before it was scored")
+        return Cancelled("it was cancelled before it was scored")
     return score_of(
         output.prompt_logprobs.arrays,
         params,
@@ -310,6 +316,7 @@ def _score(
         num_truncated_tokens=place.num_truncated_tokens,
         num_cached_tokens=output.num_cached_tokens or 0,
         index=place.index,
+        lives=tuple(each.life for each in output.outputs if each.life is not None),
     )
 
 

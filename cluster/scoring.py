@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import msgspec
 import numpy as np
 
 from scheduler.errors import InvalidRequest
+from scheduler.life import Span
 from scheduler.logprobs import Logprobs
 from scheduler.outputs import DecodeToken, SampleLogprobsView
 from scheduler.sampling_params import SamplingParams
@@ -97,6 +98,9 @@ class Score:
     """Tokens of the pair that a cache supplied."""
     index: int = 0
     """The place of the pair among those that were given."""
+    lives: tuple[list[Span], ...] = field(default=(), compare=False, repr=False)
+    """What happened to the requests that brought it, and when, see `scheduler.life`: one for each
+    window; none where a journal told the result."""
 
 
 def score_of(
@@ -108,6 +112,7 @@ def score_of(
     num_truncated_tokens: int = 0,
     num_cached_tokens: int = 0,
     index: int = 0,
+    lives: tuple[list[Span], ...] = (),
 ) -> Score:
     """Return the score that rows stand for.
 
@@ -119,6 +124,7 @@ def score_of(
         num_truncated_tokens: see `Score`.
         num_cached_tokens: see `Score`.
         index: see `Score`.
+        lives: see `Score`.
     """
     token_ids = rows.token_ids[:, 0].tolist()
     return Score(
@@ -132,6 +138,7 @@ def score_of(
         num_truncated_tokens=num_truncated_tokens,
         num_cached_tokens=num_cached_tokens,
         index=index,
+        lives=lives,
     )
 
 
@@ -158,6 +165,7 @@ def joined(scores: Sequence[Score], decode: DecodeToken | None) -> Score:
         tokens=None if decode is None else [t for score in scores for t in score.tokens or ()],
         num_context_tokens=scores[0].num_context_tokens,
         num_cached_tokens=sum(score.num_cached_tokens for score in scores),
+        lives=tuple(life for score in scores for life in score.lives),
     )
 
 

@@ -95,6 +95,10 @@ class OffloadStoreActor:
             on_drop=lambda segment_id: self._data.pop(segment_id, None),
         )
 
+    def __repr__(self) -> str:
+        """Say who this is, in Ray's dashboard and logs."""
+        return f"offload store of {self._store.stats.capacity_bytes / 2**30:.1f} GiB"
+
     async def serve(self, epoch: int) -> str:
         """Serve the scheduler of this epoch, and no earlier one.
 

@@ -42,6 +42,7 @@ from scheduler.loop import SchedulerLoop
 from scheduler.messages import Submission, WorkerInfo
 from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.restarts import RestartLimits
+from scheduler.scaling import Scaling, ScalingLimits
 from scheduler.state import SchedulerState
 from scheduler.supervisor import Fleet, Supervisor
 
@@ -59,6 +60,7 @@ _LONGEST_FAREWELL_S = 5.0
 _STORE_TIMEOUT_S = 60.0
 _JOURNAL_TIMEOUT_S = 20.0
 _JOURNAL_RETRY_S = 0.5
+_PUBLISH_EVERY_S = 1.0
 
 T = TypeVar("T")
 
@@ -106,6 +108,10 @@ class EngineSpec:
     result_ttl_s: float = 3600.0
     timeouts: Timeouts = field(default_factory=Timeouts)
     restarts: RestartLimits = field(default_factory=RestartLimits)
+    publish: Callable[[EngineStats], None] | None = None
+    """Tells the engine's counters to whoever watches; called once a second, on another thread."""
+    scaling: ScalingLimits | None = None
+    """Between how many workers the engine follows its load; None: it keeps `num_workers`."""
 
 
 class SchedulerActor:
@@ -121,11 +127,13 @@ class SchedulerActor:
         self._main = asyncio.get_running_loop()
         self._tasks = Tasks(self._on_bug)
         self._epoch = time.time_ns()
+        self._started_s = time.time()
         self._supervisor = Supervisor(
             spec.fleet,
             spec.num_workers,
             self._epoch,
             limits=spec.restarts,
+            scaling=Scaling(spec.scaling) if spec.scaling is not None else None,
             patience_s=spec.startup_timeout_s,
             on_bug=self._on_bug,
         )
@@ -144,6 +152,10 @@ class SchedulerActor:
         self._last_call_s = 0.0
         """When the latest one was answered (monotonic)."""
         self._tasks.spawn(self._begin())
+
+    def __repr__(self) -> str:
+        """Say who this is, in Ray's dashboard and logs."""
+        return f"scheduler of {self._spec.settings.get('name')}: {self._spec.model}"
 
     # ------------------------------------------------------------------------- the engine's life
 
@@ -198,6 +210,8 @@ class SchedulerActor:
             loop.expect(spec.owner_client_id)
         self._loop = loop
         self._tasks.spawn(self._end_when_closed(loop))
+        if spec.publish is not None:
+            self._tasks.spawn(self._publish(loop, spec.publish))
 
     async def _open_journal(self, path: str, timeout_s: float) -> Journal:
         """Open the journal, which a scheduler that was ended may hold until its process is gone.
@@ -257,6 +271,32 @@ class SchedulerActor:
         await loop.closed()
         await asyncio.sleep(self._spec.client_grace_s)
         await self._end(EngineUnavailable("the engine was closed"), _FAREWELL_S)
+
+    async def _publish(self, loop: SchedulerLoop, publish: Callable[[EngineStats], None]) -> None:
+        """Tell the counters again and again; that nobody can be told is no reason to stop."""
+        has_failed = False
+        while not loop.is_closed:
+            try:
+                # A copy, since the loop goes on counting meanwhile.
+                stats = encode(await self._engine_stats(loop))
+                await asyncio.to_thread(lambda data: publish(decode(data, EngineStats)), stats)
+                has_failed = False
+            except Exception:
+                if not has_failed and not loop.is_closed:
+                    logger.exception("the engine's metrics could not be told")
+                has_failed = True
+            await asyncio.sleep(_PUBLISH_EVERY_S)
+
+    async def _engine_stats(self, loop: SchedulerLoop) -> EngineStats:
+        store = await self._store.stats() if self._store is not None else None
+        return EngineStats(
+            scheduler=loop.stats(),
+            store=store,
+            journal=loop.journal_stats(),
+            timings=loop.timings(),
+            workers=loop.worker_uses(),
+            started_s=self._started_s,
+        )
 
     async def _end(self, reason: HaversackError, farewell_s: float) -> None:
         """End the engine with all its parts; this actor ends `farewell_s` later."""
@@ -393,12 +433,7 @@ class SchedulerActor:
     @ray.method(concurrency_group="control")
     async def stats(self) -> bytes:
         """Return an `EngineStats`."""
-
-        async def ask(loop: SchedulerLoop) -> EngineStats:
-            store = await self._store.stats() if self._store is not None else None
-            return EngineStats(loop.stats(), store, loop.journal_stats())
-
-        return encode(await self._on_main(ask))
+        return encode(await self._on_main(self._engine_stats))
 
     @ray.method(concurrency_group="control")
     async def requests(self) -> bytes:
@@ -406,6 +441,15 @@ class SchedulerActor:
 
         async def ask(loop: SchedulerLoop) -> bytes:
             return encode(loop.request_infos())
+
+        return await self._on_main(ask)
+
+    @ray.method(concurrency_group="control")
+    async def lives(self, max_live: int, max_ended: int) -> bytes:
+        """Return a `Lives`; see `SchedulerState.lives`."""
+
+        async def ask(loop: SchedulerLoop) -> bytes:
+            return encode(loop.lives(max_live, max_ended))
 
         return await self._on_main(ask)
 

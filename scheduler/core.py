@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from scheduler.actions import AnyAction, Emit
 from scheduler.config import SchedulerConfig
 from scheduler.live import LiveRequest, StoreOp, WorkerView
-from scheduler.messages import SchedulerStats
+from scheduler.messages import RequestLife, SchedulerStats
 from scheduler.reports import output_deltas, whole_deltas
 from scheduler.request import Request, RequestStatus
 from scheduler.roster import Roster
 from scheduler.row_cache import RowCache
+from scheduler.timings import Timings, WorkTimes
 
 _number = attrgetter("number")
+_MAX_ENDED = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +36,13 @@ class Core:
     ended_siblings: dict[str, list[Request]] = field(default_factory=dict)
     """Submitted id -> its requests that have ended while others of it go on, to be told to whoever
     follows it from now on; none where there is a journal, which keeps them."""
+    lately_ended: deque[RequestLife] = field(default_factory=lambda: deque(maxlen=_MAX_ENDED))
+    """What has happened to the requests that ended last."""
     ops: dict[int, StoreOp] = field(default_factory=dict)
     actions: list[AnyAction] = field(default_factory=list)
     """What the events being handled ask for."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    timings: Timings = field(default_factory=Timings)
     row_cache: RowCache = field(init=False)
     expected: dict[str, int] = field(default_factory=dict)
     """Workers that are being started -> the KV blocks that they will have."""
@@ -77,6 +83,7 @@ class Core:
     def add_worker(self, worker: WorkerView) -> None:
         """Begin to use a worker."""
         worker.number, self.next_worker = self.next_worker, self.next_worker + 1
+        worker.work = WorkTimes(self.now_s)
         self.workers[worker.id] = worker
         self.stop_expecting(worker.id)
         self._largest_num_blocks = None
@@ -227,6 +234,7 @@ class Core:
             self.next_op_id,
             worker,
             live,
+            self.now_s,
             first_block=first_block,
             num_blocks=num_blocks,
             beneficiary=beneficiary,

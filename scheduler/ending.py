@@ -6,6 +6,7 @@ from scheduler.actions import RecordFinished, ReleaseBlocks
 from scheduler.core import Core
 from scheduler.errors import DeadlineExceeded, HaversackError
 from scheduler.live import LiveRequest
+from scheduler.reports import request_life
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.residency import leave_worker, save_finished
 
@@ -31,6 +32,7 @@ def finish(
     request.finish_reason = reason
     request.stop_reason = stop_reason
     request.error = error.to_wire() if error is not None else None
+    core.lately_ended.append(request_life(live, core.now_s))
     leave_worker(core, live)
     del core.requests[live.id]
     core.wanted_elsewhere.pop(live.id, None)
@@ -54,13 +56,21 @@ def finish(
                 stats=request.stats,
             )
         )
-    if reason is FinishReason.ERROR:
-        core.stats.num_failed += 1
-    elif reason is FinishReason.ABORT:
-        core.stats.num_aborted += 1
-    else:
-        core.stats.num_finished += 1
+    _count(core, live, reason)
     core.emit(live)
+
+
+def _count(core: Core, live: LiveRequest, reason: FinishReason) -> None:
+    stats = core.stats
+    ends = stats.finished_by_reason
+    ends[reason.value] = ends.get(reason.value, 0) + 1
+    if reason is FinishReason.ERROR:
+        stats.num_failed += 1
+    elif reason is FinishReason.ABORT:
+        stats.num_aborted += 1
+    else:
+        stats.num_finished += 1
+        core.timings.ended(live.times, core.now_s)
 
 
 def expire(core: Core, live: LiveRequest) -> None:

@@ -82,6 +82,10 @@ class RequestFailed(HaversackError):
     """The engine accepted the request but could not compute it; other requests are unharmed."""
 
 
+class Cancelled(RequestFailed):
+    """The request was cancelled before it was done, by its client or by an operator."""
+
+
 class DeadlineExceeded(RequestFailed):
     """The request was not done within its `timeout_s`."""
 

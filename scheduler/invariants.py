@@ -6,11 +6,18 @@ from scheduler import policy
 from scheduler.balancing import is_moving
 from scheduler.core import Core
 from scheduler.errors import InvariantViolation
+from scheduler.life import SpanKind
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.placement import choose_worker
 from scheduler.request import RequestStatus
 from scheduler.roster import load_of
 
+_TOLD_AS: dict[RequestStatus, set[SpanKind | None]] = {
+    RequestStatus.WAITING: {SpanKind.QUEUED},
+    RequestStatus.LOADING: {SpanKind.LOADING},
+    RequestStatus.RUNNING: {SpanKind.READY, SpanKind.DECODE, None},
+    RequestStatus.SAVING: {SpanKind.SAVING},
+}
 _RESIDENT = {RequestStatus.LOADING, RequestStatus.RUNNING, RequestStatus.SAVING}
 
 
@@ -51,6 +58,7 @@ def check_invariants(core: Core) -> None:
 def _check_place(core: Core, live: LiveRequest) -> None:
     name, status = f"request {live.id!r} ({live.status.value})", live.status
     _require(status is not RequestStatus.FINISHED, f"{name}: finished but still kept")
+    _require(live.life.current_kind in _TOLD_AS[status], f"{name}: its life tells another story")
     _require((live.worker is not None) == (status in _RESIDENT), f"{name}: worker and status")
     _require(
         (live.op_id is not None) == (status in (RequestStatus.LOADING, RequestStatus.SAVING)),
@@ -128,6 +136,7 @@ def _check_worker(core: Core, worker: WorkerView) -> None:
     )
     saving = [r for r in worker.residents.values() if r.status is RequestStatus.SAVING]
     _require(worker.num_saving == len(saving), f"{worker.id}: requests that leave are miscounted")
+    _require(worker.work.is_busy != worker.is_idle, f"{worker.id}: its time is miscounted")
     if worker.is_idle:
         _check_idle(core, worker)
     _require(

@@ -13,12 +13,19 @@ from operator import attrgetter
 
 from offload_store.keys import HashChain
 from scheduler.block_pool import BlockPool
+from scheduler.life import Life, SpanKind
 from scheduler.messages import Chunk, WorkerInfo
 from scheduler.request import Request, RequestStatus
+from scheduler.timings import RequestTimes, WorkTimes
 from scheduler.transitions import change_status
 
-_STORY_LENGTH = 32
 _rank = attrgetter("rank")
+_SPAN_KINDS = {
+    RequestStatus.WAITING: SpanKind.QUEUED,
+    RequestStatus.LOADING: SpanKind.LOADING,
+    RequestStatus.RUNNING: SpanKind.READY,
+    RequestStatus.SAVING: SpanKind.SAVING,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +37,14 @@ class LiveRequest:
     hashes: HashChain
     """Hashes of the full blocks of its known tokens."""
     block_size: int
+    is_restored: bool = False
+    """Whether it comes from an earlier scheduler."""
+    life: Life = field(init=False)
+    """What has happened to it, and when."""
     rank: tuple[int, int] = field(init=False)
     """`Request.rank`, which never changes while it lives."""
+    times: RequestTimes = field(init=False)
+    """For the latencies."""
     worker: WorkerView | None = None
     """Set exactly while it is LOADING, RUNNING or SAVING."""
     block_ids: list[int] = field(default_factory=list)
@@ -78,10 +91,12 @@ class LiveRequest:
     """Clients to tell about it."""
     num_emitted_tokens: int = 0
     is_prompt_emitted: bool = False
-    _story: deque[str] = field(default_factory=lambda: deque(maxlen=_STORY_LENGTH))
 
     def __post_init__(self) -> None:
         self.rank = self.request.rank
+        why = "restored from the journal" if self.is_restored else "submitted"
+        self.life = Life(self.submitted_s, why, has_had_place=self.is_restored)
+        self.times = RequestTimes(None if self.is_restored else self.submitted_s)
 
     @property
     def id(self) -> str:
@@ -138,16 +153,17 @@ class LiveRequest:
             InvalidTransition: with the story so far.
         """
         before = self.request.status
-        change_status(self.request, status, self._story)
+        change_status(self.request, status, self.life.story())
         if self.worker is not None:
             saving = RequestStatus.SAVING
             self.worker.num_saving += (status is saving) - (before is saving)
-        self.tell(time_s, why)
-
-    def tell(self, time_s: float, what: str) -> None:
-        """Add to the story something that changed no status."""
-        place = f" on {self.worker.id}" if self.worker else ""
-        self._story.append(f"{time_s:.3f}s {self.status.value}{place} ({what})")
+        num_computed, worker = self.request.num_computed_tokens, self.worker
+        if status is RequestStatus.FINISHED:
+            self.life.finish(time_s, num_computed, why)
+        elif status is RequestStatus.WAITING or worker is None:
+            self.life.enter(_SPAN_KINDS[status], time_s, None, num_computed, why)
+        else:
+            self.life.enter(_SPAN_KINDS[status], time_s, worker.id, self.num_kv_tokens, why)
 
     def block_hashes(self, num_blocks: int) -> list[bytes]:
         """Return the hashes of the first `num_blocks` blocks, all full of known tokens."""
@@ -227,6 +243,8 @@ class WorkerView:
     drain_deadline_s: float | None = None
     """When it has to be empty; None where it may take requests."""
     drain_started_s: float = 0.0
+    work: WorkTimes = field(default_factory=lambda: WorkTimes(0.0))
+    """What it does with its time."""
 
     @property
     def id(self) -> str:
@@ -269,6 +287,7 @@ class StoreOp:
     """Whose blocks it uses; of a copy, the target."""
     live: LiveRequest | None
     """Who waits for it; None once that request has left."""
+    started_s: float
     held_block_ids: list[int] = field(default_factory=list)
     """Blocks of the worker that only this operation holds; freed when it is over."""
     first_block: int = 0

@@ -61,16 +61,20 @@ from scheduler.intake import Intake
 from scheduler.journal_calls import JournalCalls
 from scheduler.lifetime import Clock, Lifetime, Tasks, first_of, unix_clock
 from scheduler.messages import (
+    Lives,
     RequestInfo,
     SchedulerStats,
     Submission,
     WorkerInfo,
     WorkerReport,
+    WorkerUse,
 )
 from scheduler.outbox import PollAnswer
 from scheduler.request import Request
+from scheduler.scaling import Load
 from scheduler.state import SchedulerState
 from scheduler.store_calls import StoreCalls
+from scheduler.timings import Timings
 from scheduler.worker_calls import OnLost, OnStopped, WorkerCalls
 
 logger = logging.getLogger(__name__)
@@ -228,6 +232,18 @@ class SchedulerLoop:
         self._lifetime.check()
         return self._state.stats()
 
+    def timings(self) -> Timings:
+        """Return the latencies of requests so far."""
+        return self._state.timings()
+
+    def worker_uses(self) -> list[WorkerUse]:
+        """Return what each worker is used for."""
+        return self._state.worker_uses()
+
+    def load(self) -> Load:
+        """Return what there is to do and was done, for all workers but those that are drained."""
+        return self._state.load(self._clock())
+
     def journal_stats(self) -> dict[str, Any] | None:
         """Return what the journal says of itself; None where there is none."""
         if self._journal is None:
@@ -238,6 +254,11 @@ class SchedulerLoop:
     def request_infos(self) -> list[RequestInfo]:
         self._lifetime.check()
         return self._state.request_infos(self._clock())
+
+    def lives(self, max_live: int, max_ended: int) -> Lives:
+        """Return what has happened to requests; see `SchedulerState.lives`."""
+        self._lifetime.check()
+        return self._state.lives(self._clock(), max_live, max_ended)
 
     # ------------------------------------------------------------------------- what the host asks
 
@@ -272,6 +293,10 @@ class SchedulerLoop:
     def close(self, reason: HaversackError) -> None:
         """Take nothing more in and tell everybody who waits why; the first reason stays."""
         self._lifetime.end(reason)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._lifetime.reason is not None
 
     async def closed(self) -> None:
         """Return once the engine is closed, whoever closed it."""

@@ -11,6 +11,7 @@ import msgspec
 
 from scheduler.codec import IntArray
 from scheduler.errors import WireError
+from scheduler.life import Span
 from scheduler.logprobs import Logprobs
 from scheduler.request import FinishReason, RequestStats, RequestStatus
 from scheduler.sampling_params import SamplingParams
@@ -140,6 +141,8 @@ class Submission(msgspec.Struct, frozen=True, eq=False):
     """Seconds from its arrival at the scheduler, after which it ends with `DeadlineExceeded`."""
     detached: bool = False
     """Whether it goes on when its client has gone; the result waits in the journal."""
+    traceparent: str | None = None
+    """The trace context, as W3C writes it, of whoever sent it; of no meaning to the engine."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True, eq=False):
@@ -165,6 +168,8 @@ class OutputDelta(msgspec.Struct, frozen=True, eq=False):
     error: WireError | None = None
     stats: RequestStats | None = None
     """Set in the last delta."""
+    life: list[Span] | None = None
+    """What has happened to it; set in the last delta, unless that is told from a journal."""
     content_hash: bytes = b""
     """Of the submission that it is about: one with other content may have had the id before."""
 
@@ -186,6 +191,32 @@ class RequestInfo(msgspec.Struct, frozen=True):
     num_workers_lost: int
     waited_s: float
     """Seconds since submission."""
+    arrival: int = 0
+    """Order of submission, which settles ties of priority."""
+
+
+class RequestLife(msgspec.Struct, frozen=True, eq=False):
+    """What has happened to a request, live or ended lately."""
+
+    info: RequestInfo
+    spans: list[Span]
+    """Oldest first; see `scheduler.life`."""
+    finish_reason: FinishReason | None = None
+    """None while it lives."""
+    error: WireError | None = None
+
+
+class Lives(msgspec.Struct, frozen=True, eq=False):
+    """What has happened to those requests that an operator looks at."""
+
+    now_s: float
+    """The time of the scheduler's clock, which the spans' times are of."""
+    live: list[RequestLife]
+    """In order of service."""
+    ended: list[RequestLife]
+    """As they ended."""
+    num_live: int
+    """Live requests, those included that are not told."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
@@ -204,6 +235,22 @@ class WorkerReport(msgspec.Struct, frozen=True):
     num_used_blocks: int
 
 
+class WorkerUse(msgspec.Struct, frozen=True):
+    """What a worker is used for now, and what it has done with its time since it joined."""
+
+    worker_id: str
+    num_running: int
+    """Requests that have blocks there."""
+    num_blocks: int
+    num_used_blocks: int
+    compute_s: float
+    """Seconds that it spent on the steps that it has answered."""
+    dispatch_s: float
+    """Other seconds with a step under way: messages on their way, waiting for their turn."""
+    idle_s: float
+    """Seconds without a step."""
+
+
 class SchedulerStats(msgspec.Struct):
     """Counters since the start (they only grow) and gauges of now."""
 
@@ -215,6 +262,8 @@ class SchedulerStats(msgspec.Struct):
     num_finished: int = 0
     num_failed: int = 0
     num_aborted: int = 0
+    finished_by_reason: dict[str, int] = {}
+    """"stop", "length", "abort" or "error" -> requests that have ended so."""
     num_refused: int = 0
     num_evictions: int = 0
     num_workers: int = 0
@@ -237,6 +286,8 @@ class SchedulerStats(msgspec.Struct):
     num_chunks: int = 0
     num_prompt_tokens: int = 0
     """Prompt tokens of accepted requests."""
+    num_prefilled_tokens: int = 0
+    """Prompt tokens of requests whose whole prompt is computed, or was had from caches."""
     num_computed_tokens: int = 0
     """Tokens that workers computed, repetitions included."""
     num_generated_tokens: int = 0
@@ -247,10 +298,16 @@ class SchedulerStats(msgspec.Struct):
     """Prompt rows brought again for positions that had one; 0 by construction."""
     num_worker_cache_queries: int = 0
     """Admissions that asked a worker's prefix cache; bypasses don't count."""
+    num_queried_tokens: int = 0
+    """Tokens that admitted requests had not computed before and could read shared blocks of."""
     num_worker_cache_hit_tokens: int = 0
+    """Those of them whose KV was there already on the worker."""
     num_store_queries: int = 0
     """Lookups in the offload store; bypasses don't count."""
     num_store_hit_tokens: int = 0
+    """Those of them whose KV came from the offload store."""
+    num_own_hit_tokens: int = 0
+    """Tokens that requests had computed before, and whose KV they found again, wherever."""
     num_cache_bypasses: int = 0
     """Admissions that could read no shared block."""
     num_row_cache_hit_rows: int = 0

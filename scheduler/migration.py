@@ -15,6 +15,7 @@ from __future__ import annotations
 from scheduler import policy
 from scheduler.actions import CopyBlocks
 from scheduler.core import Core
+from scheduler.life import SpanKind
 from scheduler.live import LiveRequest, Migration, StoreOp, WorkerView
 from scheduler.request import RequestStatus
 from scheduler.residency import abandon_migration, register_full_blocks
@@ -73,6 +74,14 @@ def take_copy(core: Core, op: StoreOp, num_copied_blocks: int) -> None:
         abandon_migration(core, live)
         return
     end = op.first_block + op.num_blocks
+    live.life.note(
+        SpanKind.COPIED,
+        op.started_s,
+        core.now_s,
+        op.worker.id,
+        op.first_block * live.block_size,
+        end * live.block_size,
+    )
     migration.num_copied_blocks = min(end, live.num_kv_tokens // live.block_size)
     if end * live.block_size >= live.num_kv_tokens and _is_still(live, migration):
         _switch(core, live, migration)
@@ -148,10 +157,19 @@ def _switch(core: Core, live: LiveRequest, migration: Migration) -> None:
     live.has_progressed_here = False
     live.num_failed_copies = 0
     register_full_blocks(live)
-    live.tell(core.now_s, f"moved from {source.id}: {migration.reason}")
+    live.life.move(
+        core.now_s,
+        source.id,
+        target.id,
+        live.num_kv_tokens,
+        f"from {source.id}: {migration.reason}",
+        paused_s=migration.paused_s,
+    )
     live.request.stats.num_migrations += 1
     core.stats.num_migrations += 1
     reasons = core.stats.migrations_by_reason
     reasons[migration.reason] = reasons.get(migration.reason, 0) + 1
     if migration.paused_s is not None:
-        core.stats.migration_pause_s += core.now_s - migration.paused_s
+        pause_s = core.now_s - migration.paused_s
+        core.stats.migration_pause_s += pause_s
+        core.timings.migration_pause.observe(pause_s)

@@ -17,7 +17,8 @@ import msgspec
 from scheduler.config import SchedulerConfig
 from scheduler.errors import WireError
 from scheduler.logprobs import Logprobs
-from scheduler.messages import OutputDelta, SchedulerStats, WorkerInfo
+from scheduler.messages import OutputDelta, SchedulerStats, WorkerInfo, WorkerUse
+from scheduler.timings import Timings
 
 MAX_ANSWER_BYTES = 32 * 2**20
 
@@ -47,6 +48,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Counters of the offload store; None where there is none, or it does not answer."""
     journal: dict[str, int | float | str | None] | None = None
     """What the journal says of itself; None where there is none."""
+    timings: Timings = msgspec.field(default_factory=Timings)
+    """The latencies of requests."""
+    workers: list[WorkerUse] = []
+    started_s: float = 0.0
+    """Since when the scheduler counts: unix time at which it was started, or restarted."""
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False):

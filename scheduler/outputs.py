@@ -9,11 +9,12 @@ from token id to text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import msgspec
 
+from scheduler.life import Span
 from scheduler.logprobs import Logprobs
 from scheduler.request import RequestStats
 
@@ -152,8 +153,11 @@ class CompletionOutput:
     """"stop", "length" or "abort"; None while it runs."""
     stop_reason: int | str | None = None
     """The stop token id or the stop string that ended it; None for an end-of-sequence token."""
+    life: list[Span] | None = field(default=None, compare=False, repr=False)
+    """What happened to it and when, see `scheduler.life`; None where a journal told the result."""
 
     def finished(self) -> bool:
+        """Whether it has ended."""
         return self.finish_reason is not None
 
 
@@ -165,6 +169,7 @@ class RequestOutput:
     prompt: str | None
     """The text that was given; None where token ids were given."""
     prompt_token_ids: list[int]
+    """What was computed: special tokens that the tokenizer puts around a text are among them."""
     prompt_logprobs: PromptLogprobsView | None
     """None where they were not asked for, or the request was cancelled before the prompt's end."""
     outputs: list[CompletionOutput]
@@ -192,4 +197,6 @@ class CompletionDelta:
     prompt_logprobs: PromptLogprobsView | None = None
     """All of them, in the first delta of index 0."""
     finish_reason: str | None = None
+    """See `CompletionOutput`; None until the last delta of this continuation."""
     stop_reason: int | str | None = None
+    """See `CompletionOutput`."""

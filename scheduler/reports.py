@@ -7,8 +7,16 @@ from msgspec import structs
 from scheduler.codec import id_array
 from scheduler.live import LiveRequest, WorkerView
 from scheduler.logprobs import LogprobRows
-from scheduler.messages import OutputDelta, RequestInfo, WorkerReport
+from scheduler.messages import (
+    OutputDelta,
+    RequestInfo,
+    RequestLife,
+    SchedulerStats,
+    WorkerReport,
+    WorkerUse,
+)
 from scheduler.request import FinishReason, Request
+from scheduler.scaling import Load
 
 _MAX_ROWS_BYTES = 8 * 2**20
 """Of a prompt's rows in one delta: what encodes it does nothing else meanwhile."""
@@ -44,6 +52,7 @@ def output_deltas(live: LiveRequest) -> list[OutputDelta]:
         stop_reason=request.stop_reason,
         error=request.error,
         stats=request.stats if is_last else None,
+        life=live.life.spans() if is_last else None,
         content_hash=request.content_hash,
     )
     return _with_rows(delta, None if failed else prompt_rows)
@@ -100,10 +109,62 @@ def worker_report(worker: WorkerView) -> WorkerReport:
         device=info.device,
         is_draining=worker.is_draining,
         num_running=len(worker.residents),
-        num_pending_tokens=sum(max(r.num_pending_tokens, 0) for r in worker.residents.values()),
+        num_pending_tokens=num_pending_tokens(worker),
         num_blocks=worker.pool.num_blocks,
         num_used_blocks=worker.pool.num_used,
     )
+
+
+def worker_use(worker: WorkerView, now_s: float) -> WorkerUse:
+    """Return what a worker is used for, with its time accounted for up to now."""
+    work = worker.work
+    work.settle(now_s)
+    return WorkerUse(
+        worker_id=worker.id,
+        num_running=len(worker.residents),
+        num_blocks=worker.pool.num_blocks,
+        num_used_blocks=worker.pool.num_used,
+        compute_s=work.compute_s,
+        dispatch_s=work.dispatch_s,
+        idle_s=work.idle_s,
+    )
+
+
+def request_life(live: LiveRequest, now_s: float) -> RequestLife:
+    """Return what has happened to a request."""
+    request = live.request
+    return RequestLife(
+        request_info(live, now_s), live.life.spans(), request.finish_reason, request.error
+    )
+
+
+def load_of(
+    head: LiveRequest | None,
+    num_queued_tokens: int,
+    workers: list[WorkerView],
+    stats: SchedulerStats,
+    now_s: float,
+) -> Load:
+    """Return what decides how many workers there should be.
+
+    Args:
+        head: the first in the queue.
+        num_queued_tokens: of all in the queue.
+        workers: those that stay.
+    """
+    has_run = head is None or head.request.num_computed_tokens > 0
+    return Load(
+        waited_s=0.0 if head is None or has_run else max(now_s - head.submitted_s, 0.0),
+        num_tokens_to_do=num_queued_tokens + sum(num_pending_tokens(w) for w in workers),
+        num_computed_tokens=stats.num_computed_tokens,
+        compute_s=stats.compute_s,
+        is_busy={worker.id: bool(worker.residents) for worker in workers},
+    )
+
+
+def num_pending_tokens(worker: WorkerView) -> int:
+    """Return how many known tokens a worker's requests still need computed."""
+    return sum(max(r.num_pending_tokens, 0) for r in worker.residents.values())
 
 
 def request_info(live: LiveRequest, now_s: float) -> RequestInfo:
@@ -123,4 +184,5 @@ def request_info(live: LiveRequest, now_s: float) -> RequestInfo:
         num_migrations=request.stats.num_migrations,
         num_workers_lost=request.stats.num_workers_lost,
         waited_s=max(now_s - live.submitted_s, 0.0),
+        arrival=request.arrival,
     )

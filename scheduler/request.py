@@ -100,6 +100,8 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     """As the user gave them, for all n; `sampling_params` are this one's own."""
     content_hash: bytes = b""
     """Of the submission, so that sending it again is told from another under the same id."""
+    traceparent: str | None = None
+    """See `Submission.traceparent`."""
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 from scheduler import policy
 from scheduler.actions import LoadBlocks, LookupBlocks, ReleaseBlocks, SaveBlocks
 from scheduler.core import Core
+from scheduler.life import SpanKind
 from scheduler.live import LiveRequest, StoreOp, WorkerView
 from scheduler.placement import Placement
 from scheduler.request import RequestStatus
@@ -57,11 +58,23 @@ def place(core: Core, live: LiveRequest, placement: Placement) -> None:
 
 
 def _count_query(core: Core, live: LiveRequest) -> None:
-    if policy.read_limits(live).shared == 0:
-        core.stats.num_cache_bypasses += 1
-    elif core.config.enable_prefix_caching:
-        core.stats.num_worker_cache_queries += 1
-        core.stats.num_worker_cache_hit_tokens += live.num_kv_tokens
+    limits, stats = policy.read_limits(live), core.stats
+    num_own, num_others = _split_hits(live, 0, live.num_kv_tokens // live.block_size)
+    stats.num_own_hit_tokens += num_own
+    if limits.shared == 0:
+        stats.num_cache_bypasses += 1
+        return
+    stats.num_queried_tokens += live.request.num_tokens - limits.own
+    if core.config.enable_prefix_caching:
+        stats.num_worker_cache_queries += 1
+        stats.num_worker_cache_hit_tokens += num_others
+
+
+def _split_hits(live: LiveRequest, first_block: int, num_blocks: int) -> tuple[int, int]:
+    """Return how many tokens of some blocks the request had computed before, and had not."""
+    num_before = policy.read_limits(live).own // live.block_size
+    num_own = min(max(num_before - first_block, 0), num_blocks)
+    return num_own * live.block_size, (num_blocks - num_own) * live.block_size
 
 
 def run(core: Core, live: LiveRequest, why: str) -> None:
@@ -90,6 +103,11 @@ def load(core: Core, live: LiveRequest, worker: WorkerView, num_hit_blocks: int)
 
 def end_load(core: Core, live: LiveRequest, num_loaded_blocks: int, why: str) -> None:
     """Go on from the blocks that the store supplied, if any, and drop its pins."""
+    num_own, num_others = _split_hits(
+        live, live.num_kv_tokens // live.block_size, num_loaded_blocks
+    )
+    core.stats.num_own_hit_tokens += num_own
+    core.stats.num_store_hit_tokens += num_others
     live.num_kv_tokens += num_loaded_blocks * live.block_size
     live.request.stats.num_restored_blocks += num_loaded_blocks
     core.stats.num_loaded_blocks += num_loaded_blocks
@@ -173,6 +191,15 @@ def end_save(core: Core, op: StoreOp, num_saved_blocks: int, num_copied_blocks: 
         return
     if live.save_op_id == op.op_id:
         live.save_op_id = None
+        if num_saved_blocks:
+            live.life.note(
+                SpanKind.SAVED,
+                op.started_s,
+                core.now_s,
+                op.worker.id,
+                op.first_block * live.block_size,
+                (op.first_block + num_saved_blocks) * live.block_size,
+            )
     if op.first_block <= live.num_saved_blocks:
         live.num_saved_blocks = max(live.num_saved_blocks, op.first_block + num_saved_blocks)
 

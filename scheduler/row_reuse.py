@@ -51,6 +51,7 @@ def complete_rows(core: Core, live: LiveRequest) -> bool:
         if is_fresh:
             request.stats.num_cached_tokens = request.num_prompt_tokens
     _advance(core, live, request.num_prompt_tokens, None)
+    core.stats.num_prefilled_tokens += request.num_prompt_tokens
     return True
 
 

@@ -56,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     """Strings that end generation; the text ends before the first one found."""
     include_stop_str_in_output: bool = False
+    """Whether the text ends behind the stop string instead."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation, beside the model's end-of-sequence ids."""
     ignore_eos: bool = False
@@ -73,7 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_reading_prefix_cache: bool | None = None
     """Take nothing from any prefix cache; None is False."""
     detokenize: bool = True
+    """Whether the output has text; without it there are token ids alone, and no stop strings."""
     skip_special_tokens: bool = True
+    """Whether the text leaves special tokens out."""
 
     def __post_init__(self) -> None:
         self._normalise()

@@ -11,6 +11,9 @@ Rules:
 
 from __future__ import annotations
 
+import heapq
+from operator import attrgetter
+
 from offload_store.keys import HashChain
 from scheduler import policy
 from scheduler.acceptance import accept, retry_after_s
@@ -59,9 +62,16 @@ from scheduler.events import (
 )
 from scheduler.invariants import check_invariants
 from scheduler.live import LiveRequest, WorkerView
-from scheduler.messages import RequestInfo, SchedulerStats, Submission, WorkerReport
+from scheduler.messages import (
+    Lives,
+    RequestInfo,
+    SchedulerStats,
+    Submission,
+    WorkerReport,
+    WorkerUse,
+)
 from scheduler.migration import start_migration, take_copy
-from scheduler.reports import request_info, worker_report
+from scheduler.reports import load_of, request_info, request_life, worker_report, worker_use
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.residency import (
     abandon_migration,
@@ -72,8 +82,10 @@ from scheduler.residency import (
     load,
     requeue,
 )
+from scheduler.scaling import Load
 from scheduler.stepping import fail_batch, start_steps, suspect_batch, take_batch
 from scheduler.submissions import content_hash, submission_of
+from scheduler.timings import Timings
 
 
 class SchedulerState:
@@ -124,10 +136,41 @@ class SchedulerState:
         stats.num_row_cache_bytes = core.row_cache.num_bytes
         return stats
 
+    def timings(self) -> Timings:
+        """Return the latencies of requests so far."""
+        return self._core.timings
+
+    def worker_uses(self) -> list[WorkerUse]:
+        """Return what each worker is used for, as of the latest event."""
+        return [worker_use(worker, self._core.now_s) for worker in self._core.workers.values()]
+
+    def load(self, now_s: float) -> Load:
+        """Return what there is to do and was done."""
+        core = self._core
+        staying = [worker for worker in core.workers.values() if not worker.is_draining]
+        return load_of(core.head(), core.num_queued_tokens, staying, core.stats, now_s)
+
     def request_infos(self, now_s: float) -> list[RequestInfo]:
         """Return what operators see of each live request, in order of service."""
         ordered = sorted(self._core.requests.values(), key=lambda live: live.rank)
         return [request_info(live, now_s) for live in ordered]
+
+    def lives(self, now_s: float, max_live: int, max_ended: int) -> Lives:
+        """Return what has happened to requests.
+
+        Args:
+            now_s: the time now.
+            max_live: live requests that are told: the first ones in order of service.
+            max_ended: requests that have ended that are told: the last ones, of those kept.
+        """
+        core = self._core
+        first = heapq.nsmallest(max_live, core.requests.values(), key=attrgetter("rank"))
+        return Lives(
+            now_s=now_s,
+            live=[request_life(live, now_s) for live in first],
+            ended=list(core.lately_ended)[-max_ended:] if max_ended else [],
+            num_live=len(core.requests),
+        )
 
     def worker_reports(self) -> list[WorkerReport]:
         """Return what operators see of each worker."""
@@ -246,11 +289,11 @@ class SchedulerState:
                     )
                 )
 
-    def _take_in(self, request: Request, now_s: float) -> LiveRequest:
+    def _take_in(self, request: Request, now_s: float, *, is_restored: bool = False) -> LiveRequest:
         """Make a waiting request live."""
         core = self._core
         chain = HashChain(core.config.cache_namespace, request.cache_salt, core.config.block_size)
-        live = LiveRequest(request, now_s, chain, core.config.block_size)
+        live = LiveRequest(request, now_s, chain, core.config.block_size, is_restored)
         if request.client_id:
             live.followers.append(request.client_id)
         core.requests[live.id] = live
@@ -292,7 +335,7 @@ class SchedulerState:
             return
         core.next_arrival = max(core.next_arrival, request.arrival + 1)
         core.stats.num_requests_restored += 1
-        live = self._take_in(request, event.time_s)
+        live = self._take_in(request, event.time_s, is_restored=True)
         ended = policy.end_of(request)
         if ended is not None:
             finish(core, live, ended[0], stop_reason=ended[1])
@@ -411,10 +454,7 @@ class SchedulerState:
         live, limits = op.live, policy.read_limits(op.live)
         num_hit_tokens = min(event.num_hit_tokens, max(limits))
         live.num_saved_blocks = min(live.num_saved_blocks, num_hit_tokens // live.block_size)
-        extra_tokens = max(num_hit_tokens - live.num_kv_tokens, 0)
-        if limits.shared:
-            core.stats.num_store_hit_tokens += extra_tokens
-        if extra_tokens < live.block_size:
+        if num_hit_tokens - live.num_kv_tokens < live.block_size:
             end_load(core, live, 0, "nothing to load")
         else:
             load(core, live, op.worker, num_hit_tokens // live.block_size)

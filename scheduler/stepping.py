@@ -65,6 +65,8 @@ def _start_step(core: Core, worker: WorkerView) -> bool:
         if not _has_blocks(core, live, end):
             continue
         budget -= end - live.planned_position
+        if live.times.sent_s is None:
+            core.timings.sent(live.times, core.now_s)
         num_left = max(live.request.max_tokens - live.num_planned_outputs - 1, 0)
         flights.append(_begin_flight(live, end, min(num_more, num_left)))
     has_releases = worker.released_request_ids and not worker.has_refused_releases
@@ -90,6 +92,7 @@ def _send_step(core: Core, worker: WorkerView, flights: list[InFlight]) -> None:
     step = Step(core.next_step_id, flights, worker.released_request_ids)
     worker.released_request_ids = []
     worker.steps.append(step)
+    worker.work.sent(core.now_s)
     core.next_step_id += 1
     core.stats.num_steps += 1
     core.stats.num_chunks += len(flights)
@@ -130,8 +133,11 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
     worker.has_refused_releases = False
     results = {result.request_id: result for result in event.output.results}
     step = worker.steps.popleft()
+    worker.work.answered(core.now_s, event.output.compute_s, is_last=not worker.steps)
     decode_s = policy.decode_s(step, event.output.compute_s)
     worker.decode_s = worker.decode_s if decode_s is None else decode_s
+    worker_id, now_s = worker.id, core.now_s
+    began_s = now_s - event.output.compute_s
     for flight in _end_step(core, worker, step):
         live = flight.live
         if flight.is_void:
@@ -141,7 +147,12 @@ def take_batch(core: Core, worker: WorkerView, event: BatchDone) -> None:
         if result is None:
             lost = RequestFailed("the worker's answer holds nothing for this request")
             result = ChunkResult(live.id, error=lost.to_wire())
-        _take_result(core, live, flight.chunk, result)
+        chunk, more = flight.chunk, result.more_token_ids
+        num_tokens = len(chunk.token_ids)
+        is_decode = num_tokens == 1 and chunk.start >= live.request.num_prompt_tokens
+        end = chunk.start + num_tokens + (len(more) if more is not None else 0)
+        live.life.computed(worker_id, chunk.start, end, began_s, now_s, is_decode)
+        _take_result(core, live, chunk, result)
 
 
 def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
@@ -151,6 +162,7 @@ def fail_batch(core: Core, worker: WorkerView, event: BatchFailed) -> None:
     is not tried again by itself, or a worker of which every step fails would never be idle again.
     """
     step = worker.steps.popleft()
+    worker.work.answered(core.now_s, 0.0, is_last=not worker.steps)
     num_flights = len(step.flights)
     worker.has_refused_releases = num_flights == 0
     worker.released_request_ids += step.told_released_ids
@@ -218,6 +230,7 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
     core.stats.num_recomputed_rows += num_again
     core.stats.num_prompt_rows += len(chunk.row_target_ids)
     start, end = chunk.start, chunk.start + len(chunk.token_ids)
+    _time_result(core, live, end, result)
     last = end + chunk.max_more_tokens
     for piece in _pieces(result):
         if not _take_piece(core, live, start, end, piece):
@@ -229,6 +242,18 @@ def _take_result(core: Core, live: LiveRequest, chunk: Chunk, result: ChunkResul
         return
     core.emit(live)
     _heed_wishes(core, live)
+
+
+def _time_result(core: Core, live: LiveRequest, end: int, result: ChunkResult) -> None:
+    """Take the time of a result that brings a request up to `end`, before it is handed over."""
+    request = live.request
+    if request.is_prefilling and end >= request.num_prompt_tokens:
+        core.stats.num_prefilled_tokens += request.num_prompt_tokens
+        core.timings.prefilled(live.times, core.now_s)
+    if result.sampled_token_id is not None:
+        more = result.more_token_ids
+        num_tokens = 1 + (len(more) if more is not None else 0)
+        core.timings.generated(live.times, core.now_s, num_tokens)
 
 
 def _pieces(result: ChunkResult) -> Iterator[ChunkResult]:

@@ -13,7 +13,8 @@ from scheduler.sampling_params import SEED_LIMIT
 def content_hash(submission: Submission) -> bytes:
     """Return 16 bytes that are equal for submissions that ask for the same.
 
-    The id, the time limit and whether it is detached are not part of what is asked for.
+    The id, the time limit, whether it is detached and the trace context are not part of what is
+    asked for.
     """
     asked = (
         submission.prompt_token_ids,
@@ -35,6 +36,7 @@ def submission_of(request: Request) -> Submission:
         priority=request.priority,
         cache_salt=request.cache_salt,
         detached=request.detached,
+        traceparent=request.traceparent,
     )
 
 
@@ -63,6 +65,7 @@ def make_requests(submission: Submission, *, client_id: str = "") -> list[Reques
             priority=submission.priority,
             cache_salt=submission.cache_salt,
             detached=submission.detached,
+            traceparent=submission.traceparent,
             content_hash=content,
         )
         for index in range(params.n)

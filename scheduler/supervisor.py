@@ -10,6 +10,8 @@ Rules:
   in all the same when it comes after that.
 - Workers on a node that is to go are drained, and replaced elsewhere at once. Workers that an
   operator drains are not replaced.
+- Where the number of workers follows the load (`scheduler.scaling`), an idle one is drained like
+  any other, and one that still waits for room is called off.
 The module knows no Ray and no request: a `Fleet` starts workers, and the scheduler's loop is told
 what to expect.
 """
@@ -20,7 +22,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -32,13 +34,17 @@ from scheduler.events import AnyEvent, WorkerExpected, WorkerNotComing
 from scheduler.lifetime import Tasks, end_all
 from scheduler.messages import WorkerInfo
 from scheduler.restarts import Death, RestartLimits, RestartPolicy
+from scheduler.scaling import Change, Load, Scaling
 
 logger = logging.getLogger(__name__)
 
 NODE_WATCH_INTERVAL_S = 1.0
+LOAD_WATCH_INTERVAL_S = 1.0
 DRAIN_MARGIN_S = 2.0
 """How long before a node's deadline its workers are to be empty."""
 _LONGEST_LOOK_S = 1.0
+_GIVE_BACK_S = 30.0
+"""In which an idle worker that is given back is to be empty: somebody may have come meanwhile."""
 
 
 class WorkerDied(Exception):
@@ -98,10 +104,14 @@ class Engine(Protocol):
 
     async def drain(self, worker_id: str, deadline_s: float) -> None: ...
 
+    def load(self) -> Load: ...
+
 
 class Memory(msgspec.Struct):
     """What the next scheduler has to know of the workers."""
 
+    num_workers: int
+    """Wanted, but for those that an operator drained."""
     next_number: int = 0
     drained_ids: list[str] = []
     """Workers that an operator drained: so many fewer are wanted."""
@@ -125,10 +135,20 @@ class _Place:
     """Whether the engine waits for that worker."""
     is_leaving: bool = False
     """Whether it is being drained: nobody follows it here."""
+    bringing: asyncio.Task[None] | None = None
+    """What has its worker come up."""
     worker: FleetWorker | None = None
     """Set while it is ready."""
     info: WorkerInfo | None = None
     ready_s: float = 0.0
+    num_steps_seen: int = 0
+    """Of its worker, at the last look at the load."""
+
+    def has_worked(self) -> bool:
+        """Whether its worker was given a step since this was asked last."""
+        before = self.num_steps_seen
+        self.num_steps_seen = self.worker.num_steps_begun if self.worker is not None else 0
+        return self.num_steps_seen != before
 
 
 class Supervisor:
@@ -141,8 +161,10 @@ class Supervisor:
         epoch: int,
         *,
         limits: RestartLimits | None = None,
+        scaling: Scaling | None = None,
         patience_s: float = 300.0,
         node_watch_interval_s: float = NODE_WATCH_INTERVAL_S,
+        load_watch_interval_s: float = LOAD_WATCH_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
         on_bug: Callable[[BaseException], None],
     ) -> None:
@@ -150,20 +172,23 @@ class Supervisor:
 
         Args:
             fleet: starts them.
-            num_workers: how many are wanted.
+            num_workers: how many are wanted at first.
             epoch: of this scheduler; the workers are made to serve it.
             limits: how often and how soon a worker is replaced.
+            scaling: says how many are wanted from then on; None: as many as at first.
             patience_s: how long a worker is waited for where no other is ready.
             node_watch_interval_s: how often to ask which nodes are to go.
+            load_watch_interval_s: how often to look how many workers are wanted.
             clock: seconds; any zero will do.
             on_bug: called with what should not have been raised; nobody may be started any more.
         """
         self._fleet = fleet
-        self._num_workers = num_workers
         self._epoch = epoch
         self._limits = limits or RestartLimits()
+        self._scaling = scaling
         self._patience_s = patience_s
         self._interval_s = node_watch_interval_s
+        self._load_interval_s = load_watch_interval_s
         self._clock = clock
         self._engine: Engine | None = None
         self._places: dict[str, _Place] = {}
@@ -171,7 +196,7 @@ class Supervisor:
         self._num_given_up = 0
         self._alone_since_s = clock()
         """Since when no worker has been ready, where none is."""
-        self._memory = Memory()
+        self._memory = Memory(num_workers)
         self._remembering = asyncio.Lock()
         self._tasks = Tasks(on_bug)
 
@@ -189,7 +214,7 @@ class Supervisor:
             StartupFailed: one died again and again.
             HaversackError: one can't be started.
         """
-        places = [self._new_place(self._next_id()) for _ in range(self._num_workers)]
+        places = [self._new_place(self._next_id()) for _ in range(self._memory.num_workers)]
         tasks = [asyncio.ensure_future(self._bring(place)) for place in places]
         try:
             await asyncio.gather(*tasks)
@@ -235,6 +260,8 @@ class Supervisor:
             else:
                 self._tasks.spawn(self._keep(place))
         self._tasks.spawn(self._watch_nodes())
+        if self._scaling is not None:
+            self._tasks.spawn(self._watch_load(self._scaling, engine))
 
     async def stop(self) -> None:
         """Start no more workers, and end those that are being started."""
@@ -287,6 +314,7 @@ class Supervisor:
 
     async def _keep(self, place: _Place, delay_s: float = 0.0) -> None:
         """Bring up a place's worker, or give the place up."""
+        place.bringing = asyncio.current_task()
         await asyncio.sleep(delay_s)
         try:
             await self._bring(place)
@@ -383,12 +411,16 @@ class Supervisor:
 
     def _fill(self) -> None:
         """Have somebody on the way for every wanted worker that lacks."""
-        wanted = self._num_workers - len(self._memory.drained_ids) - self._num_given_up
+        wanted = self._memory.num_workers - self._num_barred()
         for _ in range(wanted - sum(not place.is_leaving for place in self._places.values())):
             place = self._new_place(self._next_id())
             if self._engine is not None:
                 self._engine.post(*self._expect(place))
                 self._tasks.spawn(self._keep(place))
+
+    def _num_barred(self) -> int:
+        """Return how many places nobody is to fill."""
+        return len(self._memory.drained_ids) + self._num_given_up
 
     def _empty(self, place: _Place) -> None:
         """Note that a place's worker is no more."""
@@ -457,6 +489,61 @@ class Supervisor:
         except HaversackError as error:  # it has gone, or is about to join: the next look tells
             logger.info("worker %s is not drained now: %s", worker_id, error)
             place.is_leaving = False
+
+    # --------------------------------------------------------------------------------- the load
+
+    async def _watch_load(self, scaling: Scaling, engine: Engine) -> None:
+        while True:
+            await asyncio.sleep(self._load_interval_s)
+            staying = [place for place in self._places.values() if not place.is_leaving]
+            coming = [place for place in staying if place.worker is None]
+            load = engine.load()
+            # The newest first: of those that have been idle equally long, that one goes.
+            is_busy = {
+                place.worker_id: place.has_worked() or load.is_busy[place.worker_id]
+                for place in reversed(staying)
+                if place.worker_id in load.is_busy and place.worker is not None
+            }
+            load = replace(load, is_busy=is_busy)
+            change = scaling.look(load, len(coming), self._clock(), self._num_barred())
+            if change != Change():
+                self._adapt(change, coming)
+                await self._remember()
+
+    def _adapt(self, change: Change, coming: list[_Place]) -> None:
+        """Ask for more workers, call off those that nobody needs, or give an idle one back."""
+        if change.num_more:
+            logger.info("%d more workers are wanted", change.num_more)
+            self._memory.num_workers += change.num_more
+            self._fill()
+        for place in coming[len(coming) - change.num_fewer_coming :]:
+            self._call_off(place)
+        idle = self._places.get(change.idle_id or "")
+        if idle is not None:
+            logger.info("worker %s is idle and given back", idle.worker_id)
+            idle.is_leaving = True
+            self._memory.num_workers -= 1
+            self._tasks.spawn(self._give_back(idle))
+
+    def _call_off(self, place: _Place) -> None:
+        """Wait no longer for a worker that is not ready."""
+        if place.bringing is None:
+            return  # it begins in this moment
+        logger.info("worker %s is not needed any more", place.worker_id)
+        place.bringing.cancel()
+        del self._places[place.worker_id]
+        self._memory.num_workers -= 1
+        self._give_no_hope(place, "it was not needed any more")
+
+    async def _give_back(self, place: _Place) -> None:
+        """Drain an idle worker."""
+        assert self._engine is not None
+        try:
+            await self._engine.drain(place.worker_id, _GIVE_BACK_S)
+        except HaversackError as error:
+            logger.info("worker %s is not given back: %s", place.worker_id, error)
+            place.is_leaving = False
+            self._memory.num_workers += 1
 
     # ----------------------------------------------------------------------------- bookkeeping
 

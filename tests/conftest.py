@@ -23,23 +23,63 @@ settings.register_profile(
 settings.load_profile("haversack")
 
 
-_STARTS_RAY = ("tests/engine/", "tests/hosts/", "tests/http/")
+_ENGINE_FIXTURE, _ENGINE_UNIT = "shared_client", "one engine"
+_SHARING = {
+    "tests/http/": "one endpoint",
+    "tests/engine/test_batches.py": _ENGINE_UNIT,
+    "tests/engine/test_cli.py": _ENGINE_UNIT,
+    "tests/engine/test_client.py": _ENGINE_UNIT,
+    "tests/engine/test_ray_data.py": _ENGINE_UNIT,
+    "tests/engine/test_report.py": _ENGINE_UNIT,
+    "tests/engine/test_scoring.py": _ENGINE_UNIT,
+    "tests/engine/test_tracing.py": _ENGINE_UNIT,
+}
+"""Tests, by how their ids begin, that share what takes long to start: they stay together."""
+_LONGEST = (
+    "tests/engine/test_kill_rounds.py",
+    "tests/engine/test_lifecycle.py",
+    "tests/hosts/test_lost_hosts.py",
+    "tests/sim/test_state_machine.py",
+    "one endpoint",
+    _ENGINE_UNIT,
+)
+"""What begins, so that no process is left alone with it at the end."""
 
 
-class _OneRayAtATime(LoadScopeScheduling):
-    """Gives out whole files, and all of those that start Ray to one process.
+def _unit_of(nodeid: str) -> str:
+    """Return what a test is given out with: its file, or what it shares with others."""
+    shared = (what for start, what in _SHARING.items() if nodeid.startswith(start))
+    return next(shared, nodeid.split("::")[0])
 
-    Engines of two processes would find each other's Ray on this machine.
+
+class _WholeUnits(LoadScopeScheduling):
+    """Gives out units in the order in which they were collected.
+
+    Each process has a Ray of its own: see `tests.engine.conftest.local_cluster`.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ray" if nodeid.startswith(_STARTS_RAY) else nodeid.split("::")[0]
+        return _unit_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Share the tests out among the processes of `pytest -n`; those with Ray begin."""
+    """Share the tests out among the processes of `pytest -n`."""
     config.option.loadscopereorder = False
-    return _OneRayAtATime(config, log)
+    return _WholeUnits(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have the longest units begin, where several processes share the tests out."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if _ENGINE_FIXTURE in fixtures and _unit_of(item.nodeid) != _ENGINE_UNIT:
+            raise pytest.UsageError(
+                f"{item.nodeid} shares an engine: tests/conftest.py tells of it"
+            )
+    if hasattr(config, "workerinput"):
+        rank = {unit: place for place, unit in enumerate(_LONGEST)}
+        items.sort(key=lambda item: rank.get(_unit_of(item.nodeid), len(rank)))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from scheduler.sampling_params import SamplingParams
 from tests.strategies import ROW_LOGPROBS as K
 from tests.strategies import assert_same, rows_for
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 STATS = RequestStats(num_evictions=3, num_recomputed_tokens=7)
 
 

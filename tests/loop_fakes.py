@@ -28,7 +28,7 @@ from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.sampling_params import SamplingParams
 from scheduler.submissions import make_requests
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGES = ("scheduler.", "offload_store.")
-BOUNDED = {"BlockPool", "PrefixIndex", "Roster", "RowCache", "SchedulerStats"}
+BOUNDED = {"BlockPool", "Histogram", "PrefixIndex", "Roster", "RowCache", "SchedulerStats"}
 """Containers of these can't outgrow the workers and their pools, a number of bytes or a list of
-reasons."""
+reasons or bounds. Nor can a deque of a given length outgrow that."""
 
 
 def sizes(root: Any) -> dict[str, int]:
@@ -33,6 +33,8 @@ def _containers(thing: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
     slots = [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
     for name in [*slots, *getattr(thing, "__dict__", {})]:
         value = getattr(thing, name, None)
+        if isinstance(value, deque) and value.maxlen is not None:
+            continue
         if isinstance(value, (dict, list, set, deque)):
             yield kind.__name__, name, value
             for item in list(value.values() if isinstance(value, dict) else value):

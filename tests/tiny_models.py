@@ -20,7 +20,8 @@ from transformers import (
 )
 
 VOCAB_SIZE = 300
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 2**16
+"""So long that a request can be made to outlast any test: see `tests.engine.conftest.LASTING`."""
 BOS, EOS = 256, 257
 SLIDING_WINDOW = 24
 

@@ -90,6 +90,10 @@ class WorkerActor:
         self._writing = threading.Lock()
         """Held while KV is copied in."""
 
+    def __repr__(self) -> str:
+        """Say who this is, in Ray's dashboard and logs."""
+        return f"{self._worker_id}: {self._model_name} on {self._device}"
+
     def reset(self, epoch: int) -> bytes:
         """Serve `epoch` from now on, knowing no request; return an encoded `WorkerInfo`.
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ class PeerSpec:
     module: str
     own_environment: bool = False
     """Whether it has a requirements file, hence an environment of its own."""
+    sees_ours: bool = False
+    """Whether that environment also sees the packages of this one, torch and all."""
     unwanted: tuple[str, ...] = ()
     """Packages that its requirements bring and that keep it from being imported."""
     tune: Callable[[Path, int], tuple[dict[str, str], list[str]]] | None = None
@@ -62,6 +65,8 @@ class PeerSpec:
         show(f"{self.name}: installing into {folder}; this takes minutes and gigabytes, once")
         if not python.exists():
             _run(self.name, [sys.executable, "-m", "venv", str(folder)])
+        if self.sees_ours:
+            _show_ours_to(folder)
         pip = [str(python), "-m", "pip"]
         _run(self.name, [*pip, "install", "--quiet", "-r", str(_HERE / f"{self.name}.txt")])
         if self.unwanted:
@@ -117,6 +122,13 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 def _environments() -> Path:
     chosen = os.environ.get("HAVERSACK_BENCH_VENVS")
     return Path(chosen).expanduser() if chosen else _HERE.parents[1] / ".bench-venvs"
+
+
+def _show_ours_to(environment: Path) -> None:
+    """Let an environment find what this one has, behind its own packages."""
+    scheme = {"base": str(environment), "platbase": str(environment)}
+    theirs = Path(sysconfig.get_path("purelib", vars=scheme))
+    (theirs / "haversack-bench.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 def _run(name: str, command: list[str]) -> None:

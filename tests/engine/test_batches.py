@@ -19,6 +19,7 @@ from cluster import Client
 from cluster.batches import Batch, BatchOptions
 from cluster.scoring import ScoringParams
 from tests.engine.conftest import DEADLINE_S, ENGINE
+from tests.tiny_models import MAX_MODEL_LEN
 
 COMMAND = [sys.executable, "-c", "from cluster.cli import app; app()", "score"]
 
@@ -33,7 +34,8 @@ def write_rows(path: Path, count: int) -> None:
 
     def row(index: int) -> Any:
         if index % 50 == 20:
-            return rng.choice([{"prompt": []}, {"prompt": [1] * 700}, {"prom": "a"}, [1]])
+            too_long = [1] * (MAX_MODEL_LEN + 1)
+            return rng.choice([{"prompt": []}, {"prompt": too_long}, {"prom": "a"}, [1]])
         return rng.choice(
             [
                 {"prompt": text(rng.randint(1, 20)), "id": f"row-{index}"},
@@ -98,7 +100,7 @@ def killed_and_started_again(source: Path, kills: list[int]) -> bytes:
 
 def test_a_killed_run_goes_on_to_the_same_bytes(client: Client, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
-    write_rows(source, 60)
+    write_rows(source, 200)
     assert killed_and_started_again(source, [20]) == undisturbed(client, source)
 
 
@@ -109,9 +111,10 @@ def test_three_kills_in_two_thousand_rows(client: Client, tmp_path: Path) -> Non
     assert killed_and_started_again(source, [150, 700, 1400]) == undisturbed(client, source)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_far_it_is_and_that_it_goes_on(client: Client, tmp_path: Path) -> None:
     source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    write_rows(source, 300)
+    write_rows(source, 3000)
     process = start(str(source), "-o", str(out), "-k", "1", "--max-in-flight", "1")
     deadline_s = time.monotonic() + DEADLINE_S
     while num_lines(out) < 20 and time.monotonic() < deadline_s:
@@ -121,6 +124,6 @@ def test_ctrl_c_says_how_far_it_is_and_that_it_goes_on(client: Client, tmp_path:
     assert process.returncode == 130, told
     # The interruption may come between a row's line and its being counted.
     done = num_lines(out)
-    stories = [f"{n} of 300 rows are done; the same command goes on" for n in (done - 1, done)]
+    stories = [f"{n} of 3000 rows are done; the same command goes on" for n in (done - 1, done)]
     assert any(story in told for story in stories), told
     assert "Traceback" not in told

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cluster import Client, SamplingParams, cli_tools
 from cluster.cli import app
-from tests.engine.conftest import DEADLINE_S, ENGINE, wait_for
+from tests.engine.conftest import DEADLINE_S, ENGINE, LASTING, actors_of, wait_for
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
 
 COMMANDS = [
     *("version", "status", "top", "requests", "evict", "migrate", "drain", "pull", "generate"),
-    *("logprobs", "score", "bench", "serve"),
+    *("logprobs", "score", "bench", "serve", "start", "stop"),
 ]
 
 
@@ -80,8 +80,7 @@ def test_the_status_names_model_workers_and_counters(shell: CliRunner, tiny_mode
 
 
 def test_an_operator_sees_and_moves_a_request(shell: CliRunner, client: Client) -> None:
-    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
-    handle = client.submit([40, 41, 42], params, request_id="moved")
+    handle = client.submit([40, 41, 42], LASTING, request_id="moved")
     wait_for(lambda: any(i.num_output_tokens for i in client.requests()), "it is decoded")
     (row,) = answer(shell, "requests")["requests"]
     assert (row["request_id"], row["num_prompt_tokens"]) == ("moved", 3)
@@ -121,6 +120,8 @@ def test_the_version_is_the_installed_one(shell: CliRunner) -> None:
         (["score", "-", "-k", "-2"], "InvalidRequest"),
         (["score", "-", "--input-format", "csv"], "InvalidRequest"),
         (["bench", "no-such-bench"], "InvalidRequest"),
+        (["start", "--num-workers", "7"], "InvalidConfig"),
+        (["stop", "--name", "nobody"], "EngineUnavailable"),
     ],
 )
 def test_what_a_user_did_wrong_is_said(shell: CliRunner, arguments: list[str], error: str) -> None:
@@ -147,8 +148,7 @@ def test_and_what_to_do_is_said(shell: CliRunner, arguments: list[str], hint: st
 
 
 def test_the_engine_is_watched(shell: CliRunner, client: Client, tiny_model: str) -> None:
-    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
-    handle = client.submit([40, 41, 42], params, request_id="seen")
+    handle = client.submit([40, 41, 42], LASTING, request_id="seen")
     wait_for(lambda: any(i.num_output_tokens for i in client.requests()), "it is decoded")
     looks = ["top", "--count", "2", "--interval", "0.01"]
     done = shell.invoke(app, [*looks, "--json"])
@@ -219,7 +219,7 @@ def test_rows_come_through_a_pipe_and_go_into_one(shell: CliRunner, client: Clie
 
 def test_the_benchmarks_are_listed() -> None:
     facts = answer(CliRunner(), "bench")
-    assert {"memory", "resilience"} <= set(facts["benchmarks"])
+    assert {"memory", "resilience", "evaluation"} <= set(facts["benchmarks"])
     assert "What evictions, migrations" in CliRunner().invoke(app, ["bench"]).stdout
 
 
@@ -247,3 +247,22 @@ def test_what_follows_a_benchmarks_name_goes_to_it(
     said = answer(CliRunner(), "bench", "echo", "--num-rows", "3")
     assert said == {"result": ["--num-rows", "3"]}
     assert CliRunner().invoke(app, ["bench", "fails"]).exit_code == 1
+
+
+@pytest.mark.slow
+def test_an_engine_is_started_to_stay_and_stopped(
+    shell: CliRunner, tiny_model: str, tmp_path: Path
+) -> None:
+    """`ray up` starts one before the machines of its workers are there, and so doesn't wait."""
+    file = tmp_path / "engine.yaml"
+    settings = ENGINE | {"model": tiny_model, "num_workers": 1}
+    file.write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+    where = ("--name", "stays", "--config", str(file))
+    facts = {"engine": "stays", "namespace": ENGINE["namespace"]}
+    assert answer(shell, "start", "--no-wait", *where) == facts | {"started": True}
+    assert answer(shell, "start", *where) == facts | {"started": False}
+    assert answer(shell, "status", *where)["scheduler"]["num_workers"] == 1
+    done = shell.invoke(app, ["start", *where, "--num-workers", "2"])
+    assert (done.exit_code, done.stderr.partition(":")[0]) == (1, "InvalidConfig")
+    assert answer(shell, "stop", *where) == {"ended": "stays"}
+    assert actors_of("stays") == []

@@ -29,12 +29,11 @@ TIMEOUT_S = 180.0
 def engine(
     local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    """An engine that notices a hung process within seconds, and that may lose many workers."""
+    """An engine that evicts, and that may lose many workers."""
     settings = {
         "num_blocks": 160,
         "save_segment_tokens": 64,
         "result_ttl_s": 2.0,
-        "step_timeout_s": 4.0,
         "max_worker_restarts": 50,
     }
     with engine_with_journal(tiny_model, "rounds", tmp_path_factory, **settings) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,15 +19,23 @@ from offload_store.actor import OffloadStoreActor
 BLOCK_BYTES = 64 * 1024
 BLOCK_SIZE = 16
 ROWS = 4
-WAIT_S = 60
+WAIT_S = 120
+HASTY_S = 5.0
+"""For a store that is to give up soon on who hangs, and not on who is only slow."""
 EPOCH = 7
+
+pytestmark = pytest.mark.usefixtures("local_cluster")
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"read": 1, "write": 1})
 class FakeWorker:
     """Blocks of random bytes; a read or a write can be told to wait or to fail."""
 
-    def __init__(self, seed: int, num_blocks: int = 64) -> None:
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, seed: int, num_blocks: int = 64) -> None:
+        """Be like a new one."""
         self.epoch = EPOCH
         rng = np.random.default_rng(seed)
         self.blocks = rng.integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
@@ -95,6 +104,14 @@ class FakeWorker:
     def wait_until(self, name: str) -> bool:
         return self.reached[name].wait(WAIT_S)
 
+    @ray.method(concurrency_group="read")
+    def finish_reads(self) -> None:
+        """Return when all reads that were asked for before have ended."""
+
+    @ray.method(concurrency_group="write")
+    def finish_writes(self) -> None:
+        """Return when all writes that were asked for before have ended."""
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -102,16 +119,6 @@ class FakeWorker:
 class Store(OffloadStoreActor):
     async def pid(self) -> int:
         return os.getpid()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(address="local", num_cpus=2, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -156,9 +163,31 @@ def start_store(actors):
     return start
 
 
+@pytest.fixture(scope="module")
+def idle_workers(local_cluster):
+    """Those that no test uses now: to start one takes longer than most tests."""
+    workers = []
+    yield workers
+    for worker in workers:
+        ray.kill(worker)
+
+
 @pytest.fixture
-def start_worker(actors):
-    return lambda seed: actors(FakeWorker.remote(seed))
+def start_worker(idle_workers):
+    started = []
+
+    def start(seed: int):
+        worker = idle_workers.pop() if idle_workers else FakeWorker.remote()
+        started.append(worker)
+        get(worker.begin.remote(seed))
+        return worker
+
+    yield start
+    for worker in started:
+        with contextlib.suppress(ray.exceptions.RayActorError):  # the test has killed it
+            get(worker.open_gates.remote())
+            get([worker.finish_reads.remote(), worker.finish_writes.remote()])
+            idle_workers.append(worker)
 
 
 def chain(name: str, num_blocks: int) -> list[bytes]:
@@ -315,8 +344,10 @@ def test_bypass_after_a_hit_loads_nothing(start_store, start_worker):
     assert get(target.bytes_of.remote(ids(0, 10))) == before
 
 
-def test_data_that_is_lost_shortens_the_load_and_is_a_miss_afterwards(start_store, actors):
-    store, source = start_store(), actors(FakeWorker.remote(1))
+def test_data_that_is_lost_shortens_the_load_and_is_a_miss_afterwards(
+    start_store, start_worker, actors
+):
+    store, source = start_store(), start_worker(1)
 
     @ray.remote(num_cpus=0)
     class Finder:
@@ -401,7 +432,7 @@ def test_a_new_scheduler_retains_what_its_requests_own(start_store, start_worker
 def test_a_worker_that_hangs_costs_a_save_the_segments_it_did_not_read(
     start_store, start_worker, hang
 ):
-    store, source, other = start_store(20, timeout_s=1.0), start_worker(1), start_worker(2)
+    store, source, other = start_store(20, HASTY_S), start_worker(1), start_worker(2)
     hang(source)
     assert get(store.save.remote("x", source, EPOCH, A, ids(0, 10), True, False)) == (0, 0)
     stats = get(store.stats.remote())
@@ -411,7 +442,7 @@ def test_a_worker_that_hangs_costs_a_save_the_segments_it_did_not_read(
 
 @pytest.mark.slow
 def test_segments_read_before_a_worker_hangs_are_kept(start_store, start_worker):
-    store, source, target = start_store(timeout_s=2.0), start_worker(1), start_worker(2)
+    store, source, target = start_store(timeout_s=HASTY_S), start_worker(1), start_worker(2)
     get(source.hold_call.remote(1))
     assert get(store.save.remote("x", source, EPOCH, A, ids(0, 10), False, False)) == (4, 4)
     assert get(store.stats.remote())["used_bytes"] == 4 * BLOCK_BYTES
@@ -426,12 +457,12 @@ def test_a_worker_that_hangs_in_a_load_is_reported_and_harms_no_data(
     start_store, start_worker, hang
 ):
     """It may write yet, when it comes to itself: the caller must not take it for a miss."""
-    store, source, target = start_store(timeout_s=1.0), start_worker(1), start_worker(2)
+    store, source, target = start_store(timeout_s=HASTY_S), start_worker(1), start_worker(2)
     expected = get(source.bytes_of.remote(ids(0, 10)))
     get(store.save.remote("x", source, EPOCH, A, ids(0, 10), False, False))
     assert look(store, "r", A) == 160
     hang(target)
-    with pytest.raises(TimeoutError, match="10 blocks of request r were not written in 1 s"):
+    with pytest.raises(TimeoutError, match="10 blocks of request r were not written in 5 s"):
         get(store.load.remote("r", target, EPOCH, A, ids(20, 10)))
     assert get(store.stats.remote())["num_lost_blocks"] == 0
     assert get(store.load.remote("r", source, EPOCH, A, ids(20, 10))) == 10

@@ -21,6 +21,7 @@ def column(values: list[Any]) -> np.ndarray[Any, Any]:
     return made
 
 
+@pytest.mark.slow
 def test_a_dataset_gets_columns_of_scores(client: Client) -> None:
     pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")

@@ -15,11 +15,18 @@ from cluster import Client, SamplingParams
 from cluster.config import EngineConfig
 from cluster.launch import kill_engine, start_engine
 from scheduler.errors import DuplicateRequest, EngineUnavailable, Overloaded, UnknownRequest
-from tests.engine.conftest import DEADLINE_S, ENGINE, pid_of, wait_for
+from tests.engine.conftest import (
+    DEADLINE_S,
+    ENGINE,
+    LASTING,
+    assert_idle,
+    pid_of,
+    stopped,
+    wait_for,
+)
 
 PROMPTS = [[40 + (i * j) % 100 for j in range(90)] for i in range(1, 7)]
 PARAMS = SamplingParams(max_tokens=60, prompt_logprobs=1, logprobs=1, seed=3, ignore_eos=True)
-LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(
@@ -31,10 +38,10 @@ def config(
 ) -> Iterator[EngineConfig]:
     """Settings of a running engine that outlives its clients."""
     journal = tmp_path_factory.mktemp("journal") / "requests.db"
-    settings = ENGINE | {"name": "restarting", "client_grace_s": 5.0, "max_queued_requests": 30}
+    settings = ENGINE | {"num_workers": 1, "client_grace_s": 8.0, "max_queued_requests": 30}
     if request.param == "with a journal":
         settings["journal_path"] = str(journal)
-    found = EngineConfig(model=tiny_model, **settings)
+    found = EngineConfig(model=tiny_model, name="restarting", **settings)
     handles = start_engine(found)
     assert handles is not None
     yield found
@@ -49,7 +56,7 @@ def join(config: EngineConfig) -> Client:
 def client(config: EngineConfig) -> Iterator[Client]:
     with join(config) as client:
         yield client
-        wait_for(lambda: not client.requests(), "every request of the test ends")
+        assert_idle(client)
 
 
 def kill_scheduler(config: EngineConfig) -> None:
@@ -83,13 +90,13 @@ def test_handles_go_on_over_a_restart_of_the_scheduler(
 
 def test_calls_that_meet_a_restart_get_through(config: EngineConfig, client: Client) -> None:
     """Submissions, a cancel and questions, made while there is no scheduler."""
-    doomed = client.submit(PROMPTS[0], LONG)
+    doomed = client.submit(PROMPTS[0], LASTING)
     wait_for(lambda: decoding(client), "it is decoded")
     expected = client.submit(PROMPTS[1], PARAMS).result(timeout=DEADLINE_S)
     kill_scheduler(config)
     doomed.cancel()
     handle = client.submit(PROMPTS[1], PARAMS)
-    assert client.stats().scheduler.num_workers <= 2
+    assert client.stats().scheduler.num_workers <= 1
     assert handle.result(timeout=DEADLINE_S).outputs == expected.outputs
     assert doomed.result(timeout=DEADLINE_S).outputs[0].finish_reason == "abort"
 
@@ -99,7 +106,7 @@ def test_a_client_that_closes_in_a_restart_leaves_nothing_running(
 ) -> None:
     """Its goodbye is lost; it is given up like any client that vanishes."""
     with join(config) as leaving:
-        handle = leaving.submit(PROMPTS[0], LONG)
+        handle = leaving.submit(PROMPTS[0], LASTING)
         wait_for(lambda: decoding(client), "it is decoded")
         kill_scheduler(config)
     assert handle.done()
@@ -113,7 +120,7 @@ def test_detached_requests_outlive_their_client_and_the_scheduler(
     if config.journal_path is None:
         pytest.skip("detached requests take a journal")
     expected = client.submit(PROMPTS[2], PARAMS).result(timeout=DEADLINE_S)
-    with join(config) as leaving:
+    with stopped(*(worker.pid for worker in client.workers())), join(config) as leaving:
         left = leaving.submit(PROMPTS[2], PARAMS, request_id="job", detached=True)
         same = leaving.submit(PROMPTS[2], PARAMS, request_id="job", detached=True)
         assert same is left
@@ -133,13 +140,13 @@ def test_detached_requests_outlive_their_client_and_the_scheduler(
 
 
 def test_an_id_keeps_its_content_over_a_restart(config: EngineConfig, client: Client) -> None:
-    handle = client.submit(PROMPTS[0], LONG, request_id="kept")
+    handle = client.submit(PROMPTS[0], LASTING, request_id="kept")
     wait_for(lambda: decoding(client), "it is decoded")
     kill_scheduler(config)
     wait_for(lambda: decoding(client), "it goes on")
     with join(config) as other:
         with pytest.raises(DuplicateRequest):
-            other.submit(PROMPTS[1], LONG, request_id="kept")
+            other.submit(PROMPTS[1], LASTING, request_id="kept")
         attached = other.attach("kept")
         assert attached.submission.prompt_token_ids.tolist() == PROMPTS[0]
     handle.cancel()

@@ -20,7 +20,6 @@ from tests.tiny_models import BOS, MAX_MODEL_LEN, VOCAB_SIZE
 
 CONTEXT = [40 + i % 90 for i in range(37)]
 CONTINUATION = [50, 61, 50, 72, 83]
-POOL_TOKENS = 640
 
 
 def prompt_rows(client: Client, prompt: list[int], k: int) -> Logprobs:
@@ -113,7 +112,7 @@ def test_many_are_scored_each_by_itself_and_a_bad_one_harms_no_other(
     ]
     alone = [client.score(*pair, ScoringParams(skip_reading_prefix_cache=True)) for pair in pairs]
     pairs[30] = (CONTEXT, [VOCAB_SIZE])
-    pairs[50] = ([1] * POOL_TOKENS, [2])
+    pairs[50] = ([1] * MAX_MODEL_LEN, [2])
     found: dict[int, Score | HaversackError] = {}
     for result in client.score_many(iter(pairs), ordered=ordered, on_error="yield"):
         is_score = isinstance(result, Score)
@@ -139,16 +138,3 @@ def test_whoever_stops_early_leaves_nothing_behind(client: Client) -> None:
     with pytest.raises(InvalidRequest) as caught:
         list(client.score_many([(CONTEXT, [1]), (CONTEXT, []), (CONTEXT * 8, [1])]))
     assert caught.value.details["pair_index"] == 1
-
-
-def test_a_pair_may_fill_the_context_and_is_cut_only_where_that_is_asked_for(
-    client: Client,
-) -> None:
-    """The pool holds less than the context: what is cut to the context is refused by the pool."""
-    long = [40 + i % 90 for i in range(MAX_MODEL_LEN)]
-    with pytest.raises(RequestTooLarge, match="shorten it"):
-        client.score(long, [1])
-    with pytest.raises(RequestTooLarge, match="num_blocks"):
-        client.score(long, [1], ScoringParams(truncate=True))
-    fits = client.score(long[: POOL_TOKENS - 1], [1])
-    assert (fits.num_context_tokens, fits.num_truncated_tokens) == (POOL_TOKENS - 1, 0)

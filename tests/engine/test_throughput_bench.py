@@ -68,6 +68,7 @@ def test_it_measures_the_engine_and_writes_what_it_found(
     assert (tmp_path / "throughput.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.slow
 def test_a_peer_is_measured_in_turn_and_may_fail(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ from workers.actor import CONCURRENCY_GROUPS, WorkerActor
 
 TIMEOUT_S = 120
 EPOCH = 1_700_000_000_000_000_000
+LATER_EPOCHS = itertools.count(EPOCH + 2, 2)
+"""For a worker that several tests share; each begins a new one."""
 PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200).tolist()
 PARAMS = SamplingParams(prompt_logprobs=2, logprobs=1, max_tokens=3, seed=1)
 EMPTY_STEP = encode(SchedulerOutput(1, [], []))
@@ -45,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(model: Path | str, cls: type[WorkerActor] = WorkerActor, **settings: Any) -> Any:
     settings.setdefault("num_blocks", 40)
     actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(cls)
-    return actor_class.options(num_cpus=1).remote("w", str(model), **settings)
+    return actor_class.options(num_cpus=0).remote("w", str(model), **settings)
 
 
 @pytest.fixture
@@ -65,7 +68,15 @@ def start() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="module")
 def worker(local_cluster: None, folder: Path) -> Iterator[Any]:
     """A worker that several tests share; each resets it."""
-    actor = launch(folder)
+    actor = launch(folder, num_threads=1)
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def other_worker(local_cluster: None, folder: Path) -> Iterator[Any]:
+    """Another one, with another number of threads."""
+    actor = launch(folder, num_threads=2)
     yield actor
     ray.kill(actor)
 
@@ -83,12 +94,13 @@ class RemoteRunner:
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
+        self.epoch = next(LATER_EPOCHS)
 
     def info(self, worker_id: str) -> WorkerInfo:
-        return decode(get(self.actor.reset.remote(EPOCH)), WorkerInfo)
+        return decode(get(self.actor.reset.remote(self.epoch)), WorkerInfo)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        return decode(get(self.actor.execute.remote(EPOCH, encode(step))), ModelRunnerOutput)
+        return decode(get(self.actor.execute.remote(self.epoch, encode(step))), ModelRunnerOutput)
 
 
 def drive(actor: Any, seed: int = 0) -> RunnerDriver:
@@ -98,11 +110,11 @@ def drive(actor: Any, seed: int = 0) -> RunnerDriver:
 
 def copy_kv(source: RunnerDriver, target: RunnerDriver, table: list[int]) -> list[int]:
     """Copy blocks as a migration does, and return where they are now."""
-    data, count = source.runner.actor.read_blocks.remote(EPOCH, table)
+    data, count = source.runner.actor.read_blocks.remote(source.runner.epoch, table)
     assert get(count) == len(table)
     moved = [target.free.pop() for _ in table]
     sources = [(0, row) for row in range(len(table))]
-    write = target.runner.actor.write_blocks.remote(EPOCH, moved, [data], sources)
+    write = target.runner.actor.write_blocks.remote(target.runner.epoch, moved, [data], sources)
     assert get(write) == len(table)
     return moved
 
@@ -123,10 +135,10 @@ def assert_same_bits(moved: Request, alone: Request) -> None:
 
 @pytest.mark.slow
 def test_workers_are_interchangeable_and_kv_moves_between_them(
-    folder: Path, start: Callable[..., Any]
+    worker: Any, other_worker: Any
 ) -> None:
     """Other processes, other numbers of threads: the same fingerprint and the same bits."""
-    first, second = drive(start(folder, num_threads=1)), drive(start(folder, num_threads=2), seed=7)
+    first, second = drive(worker), drive(other_worker, seed=7)
     assert first.info.model_fingerprint == second.info.model_fingerprint
     assert first.info.pid != second.info.pid
     alone = first.finish(first.request(PROMPT, PARAMS), [200])
@@ -135,14 +147,16 @@ def test_workers_are_interchangeable_and_kv_moves_between_them(
     first.step([(moved, 0, 100)])
     table = first.tables["r"]
     segments = [
-        first.runner.actor.read_blocks.remote(EPOCH, table[:4])[0],
-        first.runner.actor.read_blocks.remote(EPOCH, table[4:6])[0],
+        first.runner.actor.read_blocks.remote(first.runner.epoch, table[:4])[0],
+        first.runner.actor.read_blocks.remote(first.runner.epoch, table[4:6])[0],
     ]
     first.release(moved)
     moved = Request.decode(moved.encode())
     second.tables["r"] = [second.free.pop() for _ in range(6)]
     sources = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-    write = second.runner.actor.write_blocks.remote(EPOCH, second.tables["r"], segments, sources)
+    write = second.runner.actor.write_blocks.remote(
+        second.runner.epoch, second.tables["r"], segments, sources
+    )
     assert get(write) == 6
     second.finish(moved, [33], start=96)
     assert_same_bits(moved, alone)
@@ -150,10 +164,10 @@ def test_workers_are_interchangeable_and_kv_moves_between_them(
 
 @pytest.mark.slow
 def test_a_migrated_request_goes_on_from_its_last_token_in_a_block_that_is_not_full(
-    folder: Path, start: Callable[..., Any]
+    worker: Any, other_worker: Any
 ) -> None:
     """100 tokens in blocks of 16: the last four are in the seventh block, which moves as it is."""
-    first, second = drive(start(folder)), drive(start(folder), seed=7)
+    first, second = drive(worker), drive(other_worker, seed=7)
     alone = first.finish(first.request(PROMPT, PARAMS), [200])
     moved = first.request(PROMPT, PARAMS)
     first.step([(moved, 0, 100)])
@@ -174,23 +188,24 @@ def test_a_migrated_request_goes_on_from_its_last_token_in_a_block_that_is_not_f
 
 @pytest.mark.slow
 def test_a_lost_segment_ends_the_writing_and_the_rest_is_not_touched(worker: Any) -> None:
-    size = drive(worker).info.block_bytes
+    own = drive(worker)
+    size, epoch = own.info.block_bytes, own.runner.epoch
     zeros = ray.put(np.zeros((4, size), np.uint8))
-    get(worker.write_blocks.remote(EPOCH, [5, 6, 7, 8], [zeros], [(0, i) for i in range(4)]))
+    get(worker.write_blocks.remote(epoch, [5, 6, 7, 8], [zeros], [(0, i) for i in range(4)]))
     good = ray.put(np.full((2, size), 3, np.uint8))
     misfit = ray.put(np.full((2, size + 1), 4, np.uint8))
     write = worker.write_blocks.remote(
-        EPOCH, [5, 6, 7, 8], [good, misfit], [(0, 1), (0, 0), (1, 0), (0, 1)]
+        epoch, [5, 6, 7, 8], [good, misfit], [(0, 1), (0, 0), (1, 0), (0, 1)]
     )
     assert get(write) == 2
-    blocks, count = get(worker.read_blocks.remote(EPOCH, [5, 6, 7, 8]))
+    blocks, count = get(worker.read_blocks.remote(epoch, [5, 6, 7, 8]))
     assert count == 4
     assert [set(np.unique(block)) for block in blocks] == [{3}, {3}, {0}, {0}]
 
 
 def test_a_read_that_fails_says_so_with_both_its_answers(worker: Any) -> None:
-    get(worker.reset.remote(EPOCH))
-    for answer in worker.read_blocks.remote(EPOCH, [40]):
+    epoch = drive(worker).runner.epoch
+    for answer in worker.read_blocks.remote(epoch, [40]):
         with pytest.raises(ray.exceptions.RayTaskError, match=r"0\.\.39"):
             get(answer)
 
@@ -198,38 +213,38 @@ def test_a_read_that_fails_says_so_with_both_its_answers(worker: Any) -> None:
 # -------------------------------------------------------------------------------------- epochs
 
 
-def test_a_dead_scheduler_s_late_calls_do_nothing(folder: Path, start: Callable[..., Any]) -> None:
+def test_a_dead_scheduler_s_late_calls_do_nothing(worker: Any) -> None:
     """The next scheduler has given the same blocks to others by the time they arrive."""
-    own = drive(start(folder))
-    actor, late = own.runner.actor, ray.put(np.full((1, own.info.block_bytes), 3, np.uint8))
-    assert get(actor.write_blocks.remote(EPOCH, [5], [late], [(0, 0)])) == 1
-    get(actor.reset.remote(EPOCH + 1))
+    own = drive(worker)
+    epoch, late = own.runner.epoch, ray.put(np.full((1, own.info.block_bytes), 3, np.uint8))
+    zeros = ray.put(np.zeros((1, own.info.block_bytes), np.uint8))
+    get(worker.write_blocks.remote(epoch, [6], [zeros], [(0, 0)]))
+    assert get(worker.write_blocks.remote(epoch, [5], [late], [(0, 0)])) == 1
+    get(worker.reset.remote(epoch + 1))
     calls = [
-        actor.execute.remote(EPOCH, EMPTY_STEP),
-        *actor.read_blocks.remote(EPOCH, [5]),
-        actor.write_blocks.remote(EPOCH, [6], [late], [(0, 0)]),
-        actor.reset.remote(EPOCH),
+        worker.execute.remote(epoch, EMPTY_STEP),
+        *worker.read_blocks.remote(epoch, [5]),
+        worker.write_blocks.remote(epoch, [6], [late], [(0, 0)]),
+        worker.reset.remote(epoch),
     ]
     for call in calls:
         with pytest.raises(StaleEpoch) as caught:
             get(call)
-        assert caught.value.cause.details == {"epoch": EPOCH, "current_epoch": EPOCH + 1}
-    blocks, _ = get(actor.read_blocks.remote(EPOCH + 1, [5, 6]))
+        assert caught.value.cause.details == {"epoch": epoch, "current_epoch": epoch + 1}
+    blocks, _ = get(worker.read_blocks.remote(epoch + 1, [5, 6]))
     assert [set(np.unique(block)) for block in blocks] == [{3}, {0}]
-    assert decode(get(actor.execute.remote(EPOCH + 1, EMPTY_STEP)), ModelRunnerOutput).step_id == 1
+    assert decode(get(worker.execute.remote(epoch + 1, EMPTY_STEP)), ModelRunnerOutput).step_id == 1
 
 
-def test_a_step_that_comes_after_a_later_one_is_refused(
-    folder: Path, start: Callable[..., Any]
-) -> None:
+def test_a_step_that_comes_after_a_later_one_is_refused(worker: Any) -> None:
     """It continues what the worker has not computed yet; a new scheduler counts anew."""
-    actor = drive(start(folder)).runner.actor
-    get(actor.execute.remote(EPOCH, EMPTY_STEP))
+    epoch = drive(worker).runner.epoch
+    get(worker.execute.remote(epoch, EMPTY_STEP))
     earlier = encode(SchedulerOutput(0, [], []))
     with pytest.raises(InvariantViolation, match="order"):
-        get(actor.execute.remote(EPOCH, earlier))
-    get(actor.reset.remote(EPOCH + 1))
-    assert decode(get(actor.execute.remote(EPOCH + 1, earlier)), ModelRunnerOutput).step_id == 0
+        get(worker.execute.remote(epoch, earlier))
+    get(worker.reset.remote(epoch + 1))
+    assert decode(get(worker.execute.remote(epoch + 1, earlier)), ModelRunnerOutput).step_id == 0
 
 
 def test_a_worker_that_nobody_has_reset_serves_nobody(
@@ -250,7 +265,7 @@ def test_a_reset_forgets_every_request_and_keeps_the_model(worker: Any) -> None:
     own = drive(worker)
     request = own.request(PROMPT, PARAMS)
     own.step([(request, 0, 100)])
-    again = decode(get(own.runner.actor.reset.remote(EPOCH)), WorkerInfo)
+    again = decode(get(worker.reset.remote(own.runner.epoch)), WorkerInfo)
     assert again == own.info
     (result,) = own.run([own.chunk(request, 100, 200)])
     assert result.error is not None

@@ -20,7 +20,7 @@ import ray
 from cluster import Client, RequestOutput, SamplingParams
 from cluster.fleet import find_parts, part_name
 
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 _LOOK_S = 0.02
 
 
@@ -47,7 +47,7 @@ class Console:
             SamplingParams(
                 prompt_logprobs=2,
                 logprobs=1,
-                max_tokens=8,
+                max_tokens=100,
                 seed=i,
                 ignore_eos=True,
                 skip_reading_prefix_cache=True,
@@ -68,17 +68,23 @@ class Console:
         return {"bits": [bits(output) for output in outputs], "stats": stats}
 
     def wait_for_prefill(self, address: str, num_computed_tokens: int) -> dict[str, Any]:
-        """Wait until a request on this host has so many tokens, and none of its prompt's end."""
+        """Wait until a request on this host has so many tokens, and none of its prompt's end.
+
+        The `worker_id` is None where all requests have come to their end unseen.
+        """
         where = self._workers()
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
-            for info in self._client.requests():
+            live = self._client.requests()
+            if not live:
+                return {"worker_id": None}
+            for info in live:
                 if (
                     info.worker_id is not None
                     and where[info.worker_id]["address"] == address
                     and num_computed_tokens <= info.num_computed_tokens < info.num_prompt_tokens
                 ):
-                    return {"request_id": info.request_id, "worker_id": info.worker_id}
+                    return {"worker_id": info.worker_id}
         raise TimeoutError(f"no request on {address} was found in mid-prefill")
 
     def wait_until_idle(self, num_workers: int) -> dict[str, Any]:

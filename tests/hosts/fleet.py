@@ -12,7 +12,9 @@ Rules:
 - A first process reads a pipe from the test process and ends when that closes, so hosts are gone
   also where the test process is killed.
 - What a host writes to its /tmp stays in the fleet's folder, to be looked at after a failure.
-It takes root, iproute2 and util-linux; `why_no_hosts` says what is lacking.
+It takes root, iproute2 and util-linux; `why_no_hosts` says what is lacking. With SSH, for which
+openssh and rsync have to be there too, root can log in to each host with the key of the fleet; /tmp
+is then root's home, so that nothing of the real machine's is touched.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 from types import TracebackType
 
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname", "bash")
+_SSH_TOOLS = ("sshd", "ssh", "ssh-keygen", "rsync")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SUBNET = "10.77.0"
 _MACHINE = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
@@ -49,6 +52,7 @@ read -r _ || exit 0
 
 # First process of a host. Arguments: its name, its folder, bytes of /dev/shm, and shared paths,
 # which stay visible, read-only, also where they lie under the /tmp that the host's own one hides.
+# Where it has settings of an sshd, that runs.
 # Names of hosts come from a file and no name server is asked: none answers, and a try takes 5 s.
 _BOOT = """
 set -euo pipefail
@@ -66,18 +70,37 @@ mount --bind /dev/null /etc/resolv.conf
 mount -t tmpfs -o "mode=1777,size=$shm_bytes" tmpfs /dev/shm
 mount --rbind "$folder/tmp" /tmp
 cd /
+if [[ -e /tmp/.ssh/sshd_config ]]; then
+    mount --bind /tmp/.ssh/passwd /etc/passwd
+    mount -t tmpfs tmpfs /run
+    mkdir /run/sshd
+    "$(type -P sshd)" -f /tmp/.ssh/sshd_config -E /tmp/.ssh/log
+fi
 echo ready
 read -r _ || exit 0
 """
 
 
-def why_no_hosts() -> str | None:
-    """Return why this machine can't have hosts, None where it can."""
+_SSHD_CONFIG = """
+HostKey /tmp/.ssh/hostkey
+PidFile none
+StrictModes no
+UsePAM no
+UseDNS no
+PrintMotd no
+MaxStartups 64
+MaxSessions 64
+"""
+
+
+def why_no_hosts(*, ssh: bool = False) -> str | None:
+    """Return why this machine can't have hosts, which can be logged in to; None where it can."""
     if not sys.platform.startswith("linux"):
         return "hosts are made of Linux namespaces"
     if os.geteuid() != 0:
         return "only root may make namespaces"
-    missing = [tool for tool in _TOOLS if shutil.which(tool, path=SYSTEM_PATH) is None]
+    tools = _TOOLS + _SSH_TOOLS * ssh
+    missing = [tool for tool in tools if shutil.which(tool, path=SYSTEM_PATH) is None]
     if missing:
         return f"programs are missing: {', '.join(missing)}"
     trial = (
@@ -105,6 +128,7 @@ class Fleet:
         *,
         shared: Sequence[Path] = (),
         shm_bytes: int = 2**28,
+        ssh: bool = False,
     ) -> None:
         """Make the hosts.
 
@@ -113,6 +137,7 @@ class Fleet:
             num_hosts: how many.
             shared: paths that the hosts have to see, read-only, wherever these lie.
             shm_bytes: size of each host's /dev/shm.
+            ssh: whether one can log in to them.
 
         Raises:
             RuntimeError: they can't be made; says why.
@@ -121,6 +146,9 @@ class Fleet:
         self._folder = folder
         self._shared = [str(path.resolve()) for path in shared]
         self._shm_bytes = shm_bytes
+        self._has_ssh = ssh
+        if ssh:
+            _make_key(self.key)
         self.hosts = [Host(self, f"h{i}", f"{_SUBNET}.{10 + i}") for i in range(1, num_hosts + 1)]
         try:
             self._hold("switch", ["--net"], _SWITCH, [_SUBNET])
@@ -141,6 +169,11 @@ class Fleet:
     ) -> None:
         self.destroy()
 
+    @property
+    def key(self) -> Path:
+        """The private key that all hosts let in."""
+        return self._folder / "key"
+
     def destroy(self) -> None:
         """End every process on every host, and the networks with them."""
         for name in reversed(list(self._held)):
@@ -150,6 +183,8 @@ class Fleet:
         (host.folder / "tmp").mkdir(parents=True, exist_ok=True)
         names = ["127.0.0.1 localhost", *(f"{each.address} {each.name}" for each in self.hosts)]
         (host.folder / "hosts").write_text("\n".join(names) + "\n")
+        if self._has_ssh:
+            self._prepare_ssh(host.folder / "tmp")
         arguments = [host.name, str(host.folder), str(self._shm_bytes), *self._shared]
         pid = self._hold(host.name, _MACHINE, _BOOT, arguments)
         self._on_switch("link", "add", host.name, "type", "veth", "peer", "eth0", "netns", str(pid))
@@ -157,6 +192,19 @@ class Fleet:
         host.run(["ip", "address", "add", f"{host.address}/24", "dev", "eth0"])
         host.run(["ip", "link", "set", "eth0", "up"])
         host.run(["ip", "route", "add", "default", "via", f"{_SUBNET}.1"])
+
+    def _prepare_ssh(self, home: Path) -> None:
+        """Write what a host's sshd needs, and the files of a fresh account."""
+        folder = home / ".ssh"
+        if folder.exists():
+            return
+        folder.mkdir()
+        _make_key(folder / "hostkey")
+        shutil.copy(self.key.with_suffix(".pub"), folder / "authorized_keys")
+        (folder / "sshd_config").write_text(_SSHD_CONFIG)
+        users = [u for u in Path("/etc/passwd").read_text().splitlines() if u[:5] != "root:"]
+        (folder / "passwd").write_text("\n".join(["root:x:0:0:root:/tmp:/bin/bash", *users, ""]))
+        (home / ".bashrc").touch()
 
     def _take_away(self, host: Host) -> None:
         self._on_switch("link", "delete", host.name)
@@ -299,6 +347,10 @@ class Host:
     def is_running(self, pid: int) -> bool:
         """Return whether a process of the host is there, by its id on the host."""
         return self.says(f"kill -0 {pid}")
+
+
+def _make_key(path: Path) -> None:
+    _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)])
 
 
 def _namespace(holder: subprocess.Popen[str], file: str) -> str:

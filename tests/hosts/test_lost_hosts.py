@@ -21,7 +21,7 @@ MOST_RECOMPUTED_TOKENS = 3 * SEGMENT_TOKENS
 """One segment that was not full yet, and what was computed while it was under way to the store:
 steps of a tiny model are so short that on a busy machine this can be more than a segment."""
 SHORT_CUT_S = 3.0
-END_S = 40.0
+END_S = 120.0
 DRAIN_S = 60
 
 

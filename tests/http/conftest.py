@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -15,14 +17,20 @@ from cluster import Client
 from cluster.api_settings import ApiSettings, Limits, key_digests
 from cluster.config import EngineConfig
 from cluster.serving import Endpoint
-from tests.engine.conftest import DEADLINE_S, ENGINE, local_cluster, wait_for
-from tests.tiny_models import byte_tokenizer, tiny_llama
+from tests.engine.conftest import DEADLINE_S, ENGINE, assert_idle, local_cluster
+from tests.tiny_models import MAX_MODEL_LEN, byte_tokenizer, tiny_llama
 
 __all__ = ["local_cluster"]
 
 MODEL = "tiny"
-LONG = {"prompt": "Hi", "n": 8, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
-"""A body that is not done while a test looks at it: all of its choices do not fit at once."""
+LASTING = {
+    "prompt": "Hi",
+    "n": 8,
+    "max_tokens": MAX_MODEL_LEN,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+"""A body of which each choice has minutes to go, on any machine, unless a test ends it."""
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -94,11 +102,7 @@ def deployed(settings: ApiSettings, main_url: str, prefix: str) -> Iterator[str]
 def engine(shared_engine: Client) -> Iterator[Client]:
     """The engine behind the endpoint, idle before the test and, which is checked, after it."""
     yield shared_engine
-    wait_for(lambda: not shared_engine.requests(), "every request of the test ends")
-    wait_for(
-        lambda: shared_engine.stats().scheduler.num_used_blocks == 0,
-        "every block is given back",
-    )
+    assert_idle(shared_engine)
 
 
 @pytest.fixture
@@ -116,13 +120,23 @@ def http(main_url: str, engine: Client) -> Iterator[httpx.Client]:
         yield client
 
 
-def until(answer: Callable[[], httpx.Response], status: int, within_s: float) -> httpx.Response:
+@contextmanager
+def hung_up(url: str, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """Send a request, and hang up at the end instead of waiting for its answer."""
+    address = httpx.URL(url)
+    caller = HTTPConnection(address.host, address.port, timeout=DEADLINE_S)
+    caller.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    yield
+    caller.close()
+
+
+def until(answer: Callable[[], httpx.Response], status: int) -> httpx.Response:
     """Ask until the answer has a status; fail where it has not in time."""
-    deadline_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + DEADLINE_S
     while True:
         found = answer()
         if found.status_code == status:
             return found
         if time.monotonic() > deadline_s:
-            pytest.fail(f"{found.status_code} instead of {status} after {within_s:g} s")
+            pytest.fail(f"{found.status_code} instead of {status} after {DEADLINE_S:g} s")
         time.sleep(0.05)

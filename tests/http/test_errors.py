@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from cluster import Client, SamplingParams
-from tests.engine.conftest import ENGINE, wait_for
-from tests.http.conftest import LONG, deployed, ids, settings_of, until
+from tests.engine.conftest import DEADLINE_S, ENGINE, wait_for
+from tests.http.conftest import LASTING, deployed, ids, settings_of, until
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
 
 
@@ -115,14 +115,9 @@ def test_what_is_allowed_beside_it_is_allowed(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_a_prompt_may_fill_the_context(http: httpx.Client, engine: Client) -> None:
-    """The pool of the shared engine is smaller than the context, and the text says so."""
-    room = ENGINE["num_blocks"] * ENGINE["block_size"]
-    for length, max_tokens in ((room, 0), (room, 1)):
-        body = {"prompt": [5] * length, "max_tokens": max_tokens, "temperature": 0}
-        assert http.post("/v1/completions", json=body).status_code == 200
-    body = {"prompt": [5] * room, "max_tokens": 10}
-    assert refused(http.post("/v1/completions", json=body), 400)["code"] == "request_too_large"
+def test_a_prompt_that_is_longer_than_the_context_is_refused_with_openais_code(
+    http: httpx.Client,
+) -> None:
     body = {"prompt": [5] * (MAX_MODEL_LEN + 1), "max_tokens": 0}
     error = refused(http.post("/v1/completions", json=body), 400)
     assert error["code"] == "context_length_exceeded"
@@ -144,22 +139,19 @@ def test_paths_and_models_that_are_not_there(http: httpx.Client, api: openai.Ope
 
 
 def test_an_id_is_taken_while_its_request_lives(http: httpx.Client, engine: Client) -> None:
-    body = LONG | {"request_id": "mine"}
+    body = LASTING | {"request_id": "mine"}
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as first:
         lines = first.iter_lines()  # held on to: one that is dropped closes the stream
         next(lines)
         error = refused(http.post("/v1/completions", json=body), 400)
         assert error["code"] == "duplicate_request"
         assert {info.request_id for info in engine.requests()} <= {f"mine#{i}" for i in range(8)}
-    again = until(
-        lambda: http.post("/v1/completions", json=body | {"max_tokens": 1}), 200, within_s=30
-    )
+    again = until(lambda: http.post("/v1/completions", json=body | {"max_tokens": 1}), 200)
     assert again.json()["id"] == "cmpl-mine"
 
 
 def test_a_deadline_is_kept(http: httpx.Client) -> None:
-    body = {"prompt": "Hi", "max_tokens": 600, "ignore_eos": True, "timeout_s": 0.05}
-    error = refused(http.post("/v1/completions", json=body), 503)
+    error = refused(http.post("/v1/completions", json=LASTING | {"timeout_s": 0.05}), 503)
     assert error["code"] == "deadline_exceeded"
 
 
@@ -219,17 +211,29 @@ def test_an_endpoint_has_limits_of_its_own(
 
 
 @pytest.mark.slow
-def test_a_full_queue_says_when_to_come_again(
+def test_an_engine_that_holds_little_says_so(
     local_cluster: None, tiny_model: str, main_url: str
 ) -> None:
-    settings = ENGINE | {"num_workers": 1, "max_num_seqs": 1, "max_queued_requests": 1}
-    with Client(model=tiny_model, name="narrow", **settings) as engine:
-        with deployed(settings_of(engine), main_url, "/narrow") as url:
-            params = SamplingParams(n=8, max_tokens=600, ignore_eos=True, temperature=0.0)
-            handle = engine.submit([5], params)
-            wait_for(lambda: engine.stats().scheduler.num_running > 0, "one runs, others wait")
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=30)
-            handle.cancel()
+    """A prompt may fill its pool, which is smaller than the context; and its queue is full soon."""
+    room = 600
+    settings = {"num_workers": 1, "max_num_seqs": 1, "max_queued_requests": 1}
+    settings["num_blocks"] = room // ENGINE["block_size"]
+    with (
+        Client(model=tiny_model, name="narrow", **ENGINE | settings) as engine,
+        deployed(settings_of(engine), main_url, "/narrow") as url,
+        httpx.Client(base_url=url, timeout=DEADLINE_S) as http,
+    ):
+        for max_tokens in (0, 1):
+            body = {"prompt": [5] * room, "max_tokens": max_tokens, "temperature": 0}
+            assert http.post("/v1/completions", json=body).status_code == 200
+        body = {"prompt": [5] * room, "max_tokens": 10}
+        assert refused(http.post("/v1/completions", json=body), 400)["code"] == "request_too_large"
+
+        one_by_one = SamplingParams(n=100, max_tokens=room, ignore_eos=True, temperature=0.0)
+        handle = engine.submit([5], one_by_one)
+        wait_for(lambda: engine.stats().scheduler.num_running > 0, "one runs, others wait")
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+        handle.cancel()
         assert refused(answer, 429)["code"] == "overloaded"
         assert int(answer.headers["retry-after"]) >= 1
 
@@ -246,7 +250,7 @@ def test_health_tells_when_no_worker_is_left(
         assert httpx.get(f"{url}/health").status_code == 200
         (worker,) = engine.workers()
         os.kill(worker.pid, signal.SIGKILL)
-        answer = until(lambda: httpx.get(f"{url}/health"), 503, within_s=10)
+        answer = until(lambda: httpx.get(f"{url}/health"), 503)
         assert "worker" in refused(answer, 503)["message"]
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
         assert refused(answer, 503)["code"] == "engine_unavailable"
@@ -263,9 +267,9 @@ def test_an_engine_that_comes_back_is_served_again(
         url = endpoint.__enter__()
         assert httpx.get(f"{url}/health").status_code == 200
     try:
-        until(lambda: httpx.get(f"{url}/health"), 503, within_s=15)
+        until(lambda: httpx.get(f"{url}/health"), 503)
         with Client(model=tiny_model, name="phoenix", **settings):
-            until(lambda: httpx.get(f"{url}/health"), 200, within_s=30)
+            until(lambda: httpx.get(f"{url}/health"), 200)
             body = {"prompt": ids("Hi"), "max_tokens": 1}
             assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
     finally:

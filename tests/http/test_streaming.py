@@ -13,7 +13,7 @@ import pytest
 
 from cluster import Client
 from tests.engine.conftest import wait_for
-from tests.http.conftest import LONG, ids
+from tests.http.conftest import LASTING, hung_up, ids
 
 CHINESE = "你好, wörld"
 
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_its_stream_ends_the_request(
     http: httpx.Client, engine: Client
 ) -> None:
     before = num_aborted(engine)
-    with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+    with http.stream("POST", "/v1/completions", json=LASTING | {"stream": True}) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert engine.requests()
@@ -136,17 +136,8 @@ def test_a_client_that_leaves_its_stream_ends_the_request(
 def test_a_client_that_does_not_wait_ends_the_request(main_url: str, engine: Client) -> None:
     """It waits for an answer in one piece and hangs up: nothing goes on in its name."""
     before = num_aborted(engine)
-    client = httpx.Client(base_url=main_url)
-
-    def ask() -> None:
-        with pytest.raises(httpx.HTTPError):
-            client.post("/v1/completions", json=LONG | {"prompt": ["a", "b"]}, timeout=1.5)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    wait_for(lambda: len(engine.requests()) > 8, "both prompts are under way")
-    thread.join()
-    client.close()
+    with hung_up(main_url, "/v1/completions", LASTING | {"prompt": ["a", "b"]}):
+        wait_for(lambda: len(engine.requests()) > 8, "both prompts are under way")
     wait_for(lambda: not engine.requests(), "nothing goes on")
     assert num_aborted(engine) > before
 
@@ -154,19 +145,41 @@ def test_a_client_that_does_not_wait_ends_the_request(main_url: str, engine: Cli
 def test_a_score_ends_with_its_client(main_url: str, engine: Client) -> None:
     before = engine.stats().scheduler.num_finished
     body = {
-        "context": "a" * 400,
+        "context": "a" * 2000,
         "continuations": [" b" * i for i in range(1, 200)],
         "skip_reading_prefix_cache": True,
     }
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{main_url}/score", json=body, timeout=1.0)
+    with hung_up(main_url, "/score", body):
+        wait_for(lambda: bool(engine.requests()), "it is under way")
     wait_for(lambda: not engine.requests(), "nothing is under way any more")
     assert engine.stats().scheduler.num_finished < before + 199
 
 
+def test_an_operator_cancels_a_score(http: httpx.Client, engine: Client) -> None:
+    def cancel() -> None:
+        wait_for(lambda: bool(engine.requests()), "it is under way")
+        for info in engine.requests():
+            engine.cancel(info.request_id)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    body = {
+        "context": "a" * 400,
+        "continuations": [" b" * i for i in range(1, 200)],
+        "skip_reading_prefix_cache": True,
+        "request_id": "doomed-score",
+    }
+    answer = http.post("/score", json=body)
+    thread.join()
+    assert answer.status_code == 499
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("request_cancelled", "request_cancelled")
+    assert "cancelled" in error["message"]
+
+
 def test_an_operator_who_cancels_is_named(http: httpx.Client, engine: Client) -> None:
     """A stream that has begun can't take back its status: the error is an event."""
-    body = LONG | {"stream": True, "request_id": "doomed"}
+    body = LASTING | {"stream": True, "request_id": "doomed"}
     with http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -185,7 +198,7 @@ def test_an_operator_cancels_what_waits_for_an_answer(http: httpx.Client, engine
 
     thread = threading.Thread(target=cancel)
     thread.start()
-    answer = http.post("/v1/completions", json=LONG | {"request_id": "doomed-too"})
+    answer = http.post("/v1/completions", json=LASTING | {"request_id": "doomed-too"})
     thread.join()
     assert answer.status_code == 499
     assert answer.json()["error"]["code"] == "request_cancelled"

@@ -50,16 +50,16 @@ def test_a_token_is_its_text_or_its_bytes(strings: TokenStrings) -> None:
 def test_offsets_add_up_over_characters_of_several_tokens(strings: TokenStrings) -> None:
     """Each offset is the length of the text that the tokens before it make up."""
     tokens = ids(PHRASE)
-    found = Offsets(strings, True).take(tokens)
+    found = Offsets(True).take(strings, tokens)
     data = PHRASE.encode()
     assert found == [len(data[:i].decode(errors="ignore")) for i in range(len(data))]
 
 
 def test_offsets_do_not_depend_on_how_tokens_come(strings: TokenStrings) -> None:
     tokens = ids(PHRASE)
-    pieces = Offsets(strings, True, start=4)
-    found = [offset for token in tokens for offset in pieces.take([token])]
-    assert found == Offsets(strings, True, start=4).take(tokens)
+    pieces = Offsets(True, start=4)
+    found = [offset for token in tokens for offset in pieces.take(strings, [token])]
+    assert found == Offsets(True, start=4).take(strings, tokens)
     assert pieces.num_chars == 4 + len(PHRASE)
 
 

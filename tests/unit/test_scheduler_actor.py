@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from scheduler.codec import decode
 from scheduler.config import SchedulerConfig
 from scheduler.errors import EngineUnavailable, InvalidConfig, ModelNotFound, StartupFailed
 from scheduler.messages import WorkerInfo
-from scheduler.outbox import EngineInfo
+from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.restarts import RestartLimits
 from tests.loop_fakes import FakeWorker, info, run, until
 
@@ -121,6 +123,7 @@ def _replaced(spec: EngineSpec, settings: dict[str, Any]) -> EngineSpec:
 def _short_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "_FAREWELL_S", 0.01)
     monkeypatch.setattr(actor, "_FAILED_START_S", 0.05)
+    monkeypatch.setattr(actor, "_PUBLISH_EVERY_S", 0.01)
 
 
 def ended(parts: FakeParts) -> Callable[[], bool]:
@@ -223,6 +226,31 @@ def test_a_restarted_scheduler_waits_for_the_one_before_it_to_let_go_of_the_jour
         before._journal.close()
         await ready
         await after.shutdown()
+
+    run(test)
+
+
+def test_counters_are_told_again_and_again_also_where_that_fails() -> None:
+    """Those who watch are no reason to stop, nor to keep the engine's own thread waiting."""
+
+    async def test() -> None:
+        told: list[EngineStats] = []
+        threads: set[int] = set()
+
+        def publish(stats: EngineStats) -> None:
+            told.append(stats)
+            threads.add(threading.get_ident())
+            if len(told) == 1:
+                raise RuntimeError("nobody can be told")
+
+        before_s = time.time()
+        engine = make(FakeParts(), publish=publish)
+        await until(lambda: len(told) >= 3)
+        assert [use.worker_id for use in told[-1].workers] == ["worker-0", "worker-1"]
+        assert told[-1].scheduler.num_workers == 2
+        assert before_s <= told[-1].started_s <= time.time()
+        assert threading.get_ident() not in threads
+        await engine.shutdown()
 
     run(test)
 

@@ -14,12 +14,12 @@ from cluster import intake as intake_module
 from cluster import scorer as scorer_module
 from cluster.scoring import Score, ScoringParams
 from scheduler.errors import (
+    Cancelled,
     EngineUnavailable,
     HaversackError,
     InvalidRequest,
     ModelNotFound,
     NumericalError,
-    RequestFailed,
     RequestTooLarge,
 )
 from scheduler.request import FinishReason
@@ -257,7 +257,7 @@ def test_one_that_fails_on_its_way_is_told_in_its_place(
     engine.tell("cancel", [by_token[9]])
     client._connection._ledger.handle(by_token[8]).fail(NumericalError("NaN"))
     kinds = [type(result) for result in results]
-    assert kinds == [NumericalError, RequestFailed, *[Score] * 4]
+    assert kinds == [NumericalError, Cancelled, *[Score] * 4]
 
 
 @pytest.mark.parametrize("how", ["closed", "bad pair", "reader fails"])

@@ -575,3 +575,31 @@ def test_the_journal_is_told_of_a_request_its_progress_and_its_end_in_that_order
     script.say(WorkerJoined(worker_info("w1")))
     assert script.computed("w1") == ["w1 runs a[8:9]"], "made before, and written"
     assert script.computed("w1")[:3] == ["write progress a", "write finished a", "tell a.0 length"]
+
+
+def test_the_load_is_what_is_due_who_is_busy_and_how_long_the_first_has_waited() -> None:
+    script = Script(2, enable_offload=False, max_num_seqs=1)
+    load = script.state.load(10.0)
+    assert (load.num_tokens_to_do, load.waited_s) == (0, 0.0)
+    assert load.is_busy == {"w0": False, "w1": False}
+    script.submit("a", 17)
+    script.computed()
+    load = script.state.load(10.0)
+    assert (load.num_tokens_to_do, load.num_computed_tokens) == (9, 8)
+    assert load.is_busy == {"w0": True, "w1": False}
+    script.submit("b", 20)
+    script.submit("c", 5, time_s=4.0)
+    load = script.state.load(10.0)
+    assert (load.num_tokens_to_do, load.waited_s) == (34, 6.0)
+    script.say(DrainRequested("w1", 60.0))
+    assert script.state.load(10.0).is_busy == {"w0": True}
+
+
+def test_a_request_that_was_evicted_has_not_waited_since_it_came() -> None:
+    script = Script(save_segment_tokens=0, enable_offload=False, max_num_seqs=1)
+    script.submit("a", 17)
+    script.computed()
+    script.submit("b", 5, time_s=50.0)
+    script.say(WorkerExpected("w1", 16), WorkerLost("w0"))
+    assert script.status("a") is RequestStatus.WAITING
+    assert script.state.load(99.0).waited_s == 0.0

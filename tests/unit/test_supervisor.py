@@ -11,6 +11,7 @@ from scheduler.errors import InvalidConfig, ModelNotFound, StartupFailed, Unknow
 from scheduler.events import AnyEvent, WorkerExpected, WorkerNotComing
 from scheduler.messages import WorkerInfo
 from scheduler.restarts import Death, RestartLimits, RestartPolicy
+from scheduler.scaling import Load, Scaling, ScalingLimits
 from scheduler.supervisor import Supervisor, WorkerDied
 from tests.loop_fakes import info, run, turns, until
 
@@ -95,6 +96,15 @@ class FakeEngine:
         self.joined: list[str] = []
         self.drained: list[tuple[str, float]] = []
         self.refusal: Exception | None = None
+        self.num_tokens = 0
+        """To do; workers have computed 1,000 in a second so far."""
+        self.busy = set[str]()
+        self.num_looks = 0
+
+    def load(self) -> Load:
+        self.num_looks += 1
+        is_busy = {worker_id: worker_id in self.busy for worker_id in self.joined}
+        return Load(0.0, self.num_tokens, 100_000, 100.0, is_busy)
 
     def post(self, *events: AnyEvent) -> None:
         self.events.extend(events)
@@ -164,6 +174,121 @@ def test_the_search_for_a_poisonous_request_is_not_held_against_workers() -> Non
 def test_no_restarts_means_none_even_for_a_worker_that_worked() -> None:
     policy = RestartPolicy(RestartLimits(max_restarts=0))
     assert [policy.next_delay_s(death) for death in Death] == [None, None, None]
+
+
+# ----------------------------------------------------------------------- as many as the load wants
+
+FOLLOWING = {"load_watch_interval_s": 0.001, "clock": lambda: 0.0}
+"""Idle workers count as idle for long at once."""
+
+
+def following(idle_s: float = 0.0) -> dict[str, Any]:
+    """Settings of an engine of 1 to 4 workers, each of which does 10,000 tokens in time."""
+    limits = ScalingLimits(1, 4, target_queue_s=10.0, idle_s=idle_s)
+    return FOLLOWING | {"scaling": Scaling(limits)}
+
+
+def test_under_load_more_workers_are_asked_for_and_join() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        _, engine, _ = await running(fleet, 1, **following(idle_s=100.0))
+        engine.num_tokens = 25_000
+        await until(lambda: len(fleet.asked) == 3)
+        assert engine.told() == ["+worker-1", "+worker-2"]
+        await fleet.up("worker-1")
+        await fleet.up("worker-2")
+        await asyncio.sleep(0.02)
+        assert engine.joined == ["worker-0", "worker-1", "worker-2"]
+        assert len(fleet.asked) == 3, "those on their way count"
+
+    run(test)
+
+
+def test_an_idle_worker_is_drained_and_nobody_follows_it() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        supervisor, engine, _ = await running(fleet, 3, **following())
+        engine.busy = {"worker-0", "worker-2"}
+        await until(lambda: bool(engine.drained))
+        supervisor.worker_stopped("worker-1")
+        engine.joined.remove("worker-1")
+        await asyncio.sleep(0.02)
+        assert [worker_id for worker_id, _ in engine.drained] == ["worker-1"]
+        assert supervisor.num_ready() == 2
+        assert len(fleet.asked) == 3
+
+    run(test)
+
+
+def test_a_worker_that_works_between_two_looks_is_not_idle() -> None:
+    """A request of some milliseconds is gone before anybody looks."""
+
+    async def test() -> None:
+        fleet = FakeFleet()
+        _, engine, workers = await running(fleet, 2, **following())
+        engine.busy = {"worker-0"}
+        for _ in range(10):
+            workers["worker-1"].num_steps_begun += 1
+            num_looks = engine.num_looks
+            await until(lambda seen=num_looks: engine.num_looks > seen)
+            assert engine.drained == []
+        await until(lambda: bool(engine.drained))
+
+    run(test)
+
+
+def test_a_worker_that_waits_for_room_is_called_off_when_nobody_needs_it() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        _, engine, _ = await running(fleet, 1, **following())
+        engine.busy, engine.num_tokens = {"worker-0"}, 25_000
+        await until(lambda: len(fleet.starts) == 3)
+        engine.num_tokens = 0
+        await until(lambda: len(fleet.given_up) == 2)
+        assert engine.told() == ["+worker-1", "+worker-2", "-worker-1", "-worker-2"]
+        engine.num_tokens = 15_000
+        await fleet.up("worker-3")
+        assert engine.joined == ["worker-0", "worker-3"]
+
+    run(test)
+
+
+def test_what_an_operator_drained_is_not_asked_for_again_to_have_the_least() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        settings = FOLLOWING | {"scaling": Scaling(ScalingLimits(2, 3, 10.0, 100.0))}
+        supervisor, engine, _ = await running(fleet, 2, **settings)
+        supervisor.expect_drain("worker-1")
+        supervisor.worker_stopped("worker-1")
+        engine.joined.remove("worker-1")
+        await asyncio.sleep(0.02)
+        assert len(fleet.asked) == 2
+        engine.num_tokens = 10**9
+        await until(lambda: len(fleet.asked) == 3)
+        await asyncio.sleep(0.02)
+        assert len(fleet.asked) == 3, "nor up to the most"
+
+    run(test)
+
+
+def test_a_new_scheduler_wants_as_many_as_the_one_before() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        supervisor, engine, _ = await running(fleet, 1, **following(idle_s=100.0))
+        engine.num_tokens = 25_000
+        for worker_id in ("worker-1", "worker-2"):
+            await fleet.up(worker_id)
+        await supervisor.stop()
+        fleet.there, fleet.starts = ["worker-0", "worker-2"], {}
+        following_one = make(fleet, 1)
+        await following_one.recall()
+        await following_one.take_over()
+        await following_one.serve(FakeEngine())
+        await until(lambda: len(fleet.starts) == 3)
+        assert fleet.asked[-3:] == ["take over worker-0", "take over worker-2", "start worker-3"]
+        await following_one.stop()
+
+    run(test)
 
 
 # ------------------------------------------------------------------------------- a new engine
