@@ -61,6 +61,7 @@ check: install
 
 docs: install
 	$(BIN)/python -m docs.generator
+	$(BIN)/python -m cluster.dashboards
 
 bench: install
 	$(BIN)/python -m bench.throughput $(if $(PEERS),--peers "$(PEERS)") $(BENCH_ARGS)

@@ -14,7 +14,7 @@ The module knows no file.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from cluster.intake import Options
-from cluster.pairs import PairEncoder, Scorable
+from cluster.pairs import Scorable
 from cluster.prompts import parse_prompt
+from cluster.scorer import pair_encoder
 from cluster.scoring import Score, ScoringParams, joined
 from scheduler.errors import EngineUnavailable, HaversackError, InvalidRequest
 from scheduler.logprobs import Logprobs
@@ -55,6 +56,7 @@ class ScoringEngine(Protocol):
         *,
         ordered: bool = True,
         max_in_flight: int | None = None,
+        check: Callable[[], object] = ...,
     ) -> Generator[tuple[int, Score | HaversackError], None, None]:
         """See `Scorer.outcomes`."""
 
@@ -195,14 +197,15 @@ class RowScorer:
         self._params = params
         self._options = options or Options()
         self._limits = engine.info.limits
-        self._encoder = PairEncoder(
-            lambda: engine.tokenizer,
-            add_special_tokens=params.add_special_tokens,
-            prefix_token_id=params.prefix_token_id,
-        )
+        self._encoder = pair_encoder(params, lambda: engine.tokenizer)
 
     def results(
-        self, rows: Iterable[Row], *, ordered: bool = True, max_in_flight: int | None = None
+        self,
+        rows: Iterable[Row],
+        *,
+        ordered: bool = True,
+        max_in_flight: int | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> Generator[RowResult, None, None]:
         """Yield the result of each row: in their order, or as each row ends.
 
@@ -212,6 +215,8 @@ class RowScorer:
             rows: read no further ahead than results are held.
             ordered: whether they come in the order of the rows.
             max_in_flight: requests under way at once; None: what keeps the engine busy.
+            check: called for each row and, while this waits, a few times a second; what it raises
+                ends the iteration.
 
         Raises:
             EngineUnavailable: the engine is gone.
@@ -223,6 +228,7 @@ class RowScorer:
             self._options,
             ordered=ordered,
             max_in_flight=max_in_flight,
+            check=check,
         )
         decode = self._engine.token_text()
         with closing(outcomes):

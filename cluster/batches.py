@@ -127,6 +127,11 @@ class BatchWatcher:
     def failed(self, index: int, error: HaversackError) -> None:
         """See that a row is bad, before it is written."""
 
+    def goes_on(self) -> None:
+        """See that it goes on: told for each row that is read and, while results are waited for, a
+        few times a second; never between a result's being written and its being counted.
+        """
+
 
 class Batch:
     """An input, an output, and how to get from one to the other."""
@@ -313,10 +318,16 @@ class Batch:
             return
         decode = engine.token_text()
         begin_s = time.monotonic()
+
+        def check() -> None:
+            for watcher in watchers:
+                watcher.goes_on()
+
         results = RowScorer(engine, options.params).results(
             rows_of(stream, self._format, finished.rows),
             ordered=options.ordered,
             max_in_flight=options.max_in_flight,
+            check=check,
         )
         with closing(results):
             for result in results:

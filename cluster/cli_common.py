@@ -7,9 +7,12 @@ to do.
 
 from __future__ import annotations
 
+import os
+import queue
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -111,6 +114,52 @@ def traced(client: Client, path: Path | None, *, everybody: bool = False) -> Ite
     print(
         f"{path}: the lives of {trace.num_requests} requests; see ui.perfetto.dev", file=sys.stderr
     )
+
+
+class Interruption:
+    """Whether SIGINT or SIGTERM has come; see `until_interrupted`."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._coming: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """What is put here wakes `wait`: unlike a lock's, its methods can be called in a handler
+        that interrupts them."""
+
+    def wait(self) -> None:
+        """Wait for it; to be called once."""
+        self._coming.get()
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if it has come."""
+        if self.has_come:
+            raise KeyboardInterrupt
+
+    def _take(self, *_: object) -> None:
+        self.check()
+        self.has_come = True
+        self._coming.put(None)
+        # Whoever waits for stdin could not look here: it ends.
+        with suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+
+
+@contextmanager
+def until_interrupted() -> Iterator[Interruption]:
+    """Have SIGINT and SIGTERM taken note of, so that what was started is ended in order.
+
+    An exception wherever the main thread happens to be might leave a lock taken, and what is to be
+    ended waiting for it. Whoever sends a second signal wants just that, and gets it.
+    """
+    interruption = Interruption()
+    before = {
+        number: signal.signal(number, interruption._take)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -36,9 +36,9 @@ def start(
     given = {"model": model, "num_workers": num_workers, "name": name}
     with _on_cluster(config, given) as settings:
         is_new = start_engine(settings, wait=wait) is not None
-        if wait:
+        if wait and not is_new:
             with engine(config, start=False, **given):
-                pass  # one that is there already has these settings
+                pass  # which waits for it, and checks that it has these settings
     facts = {"engine": settings.name, "namespace": settings.namespace, "started": is_new}
     what = "is there already" if not is_new else "is ready" if wait else "is starting"
     show(facts, as_json, f"engine {settings.name} {what}")

@@ -19,6 +19,7 @@ from cluster.block_use import BlockUse
 from cluster.cli_common import (
     Config,
     Exit,
+    Interruption,
     Json,
     Model,
     Name,
@@ -28,6 +29,7 @@ from cluster.cli_common import (
     json_text,
     told_errors,
     traced,
+    until_interrupted,
 )
 from cluster.client import Client
 from cluster.report import Report
@@ -190,10 +192,11 @@ def _default_output(source: str) -> str:
 
 
 class _Shown(BatchWatcher):
-    """Shows a bar on a terminal, and the first bad rows anywhere."""
+    """Shows a bar on a terminal, and the first bad rows anywhere; ends an interrupted run."""
 
-    def __init__(self, bar: Progress) -> None:
+    def __init__(self, bar: Progress, interruption: Interruption) -> None:
         self._bar = bar
+        self._interruption = interruption
         self._task = bar.add_task("rows", total=None, rate="", failed="")
         self._num_told = 0
         self.last: BatchProgress | None = None
@@ -220,6 +223,9 @@ class _Shown(BatchWatcher):
         elif self._num_told == _MAX_TOLD_ERRORS + 1:
             self.say("further bad rows are told in the output only")
 
+    def goes_on(self) -> None:
+        self._interruption.check()
+
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -227,7 +233,7 @@ class _Shown(BatchWatcher):
 
 @contextmanager
 def _shown_progress(can_go_on: bool) -> Iterator[_Shown]:
-    """Show how far it is, on stderr.
+    """Show how far it is, on stderr; what is interrupted meanwhile ends in order.
 
     Args:
         can_go_on: whether a run that is interrupted can be gone on with.
@@ -243,8 +249,8 @@ def _shown_progress(can_go_on: bool) -> Iterator[_Shown]:
         console=console,
         disable=not console.is_terminal,
     )
-    with bar:
-        shown = _Shown(bar)
+    with bar, until_interrupted() as interruption:
+        shown = _Shown(bar, interruption)
         try:
             yield shown
         except BaseException:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +19,7 @@ from cluster.cli_common import (
     show,
     told_errors,
     traced,
+    until_interrupted,
 )
 from cluster.config import EngineConfig
 
@@ -87,28 +84,13 @@ def serve(
             key_digests=digests,
             limits=limits,
         )
-        with traced(client, trace, everybody=True), _until_interrupted() as interrupted:
+        with traced(client, trace, everybody=True), until_interrupted() as interruption:
             endpoint = Endpoint(settings, host=host, port=port, route_prefix=route_prefix)
             try:
                 facts = {"url": endpoint.url, "model": settings.served_names[0]}
                 shown = f"{facts['model']} is served at {endpoint.url}/v1 (Ctrl-C ends it)"
                 show(facts, as_json, shown)
                 sys.stdout.flush()
-                interrupted.wait()
+                interruption.wait()
             finally:
                 endpoint.stop()
-
-
-@contextmanager
-def _until_interrupted() -> Iterator[threading.Event]:
-    """Have SIGINT and SIGTERM set an event, so that what was started is ended in order."""
-    interrupted = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: interrupted.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield interrupted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

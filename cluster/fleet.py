@@ -345,11 +345,16 @@ def resources(which: str) -> dict[str, float]:
     return found
 
 
+def resources_of_nodes() -> list[dict[str, float]]:
+    """Return what each node has."""
+    ask: Any = ray.nodes
+    return [node["Resources"] for node in ask() if node["Alive"]]
+
+
 def _largest_node() -> dict[str, float]:
     """Return the most that any node has of each resource."""
-    ask: Any = ray.nodes
-    each = [node["Resources"] for node in ask() if node["Alive"]]
-    return {name: max(has.get(name, 0) for has in each) for name in ("CPU", "GPU")} if each else {}
+    nodes = resources_of_nodes()
+    return {name: max((has.get(name, 0) for has in nodes), default=0) for name in ("CPU", "GPU")}
 
 
 def _describe(resources: dict[str, float]) -> str:

@@ -21,6 +21,7 @@ Item = TypeVar("Item")
 Submit = Callable[[list[RequestHandle]], "list[RequestHandle | HaversackError]"]
 """Returns for each handle itself, or why it was refused."""
 _MAX_BATCH = 1024
+_CHECK_EVERY_S = 0.2
 _FIRST_TAKE = 8
 """Jobs that are made ready and sent before any other, so that the engine begins while the next ones
 are made ready."""
@@ -90,7 +91,7 @@ def results_as_room_comes(
     window: Window,
     *,
     ordered: bool,
-    wait: Callable[[float], object] = time.sleep,
+    check: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[Item, RequestOutput | HaversackError], None, None]:
     """Take jobs as the window allows, submit them, and yield what becomes of each.
 
@@ -100,16 +101,24 @@ def results_as_room_comes(
     Args:
         cancel: tells the scheduler to cancel what has these ids, without waiting.
         ordered: whether results come in the order of the jobs; else in the order of their ends.
-        wait: lets so many seconds pass.
+        check: called for each job and, while this waits, a few times a second; what it raises ends
+            the iteration.
 
     Raises:
         EngineUnavailable: the engine is gone, and nothing can be submitted.
     """
-    flight = _Flight(jobs, window, ordered)
+
+    def pause(seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _CHECK_EVERY_S))
+            check()
+
+    flight = _Flight(jobs, window, ordered, check)
     try:
         while True:
             new = flight.take()
-            submit_as_room_comes(new, submit, wait, stops_at_refusal=False)
+            submit_as_room_comes(new, submit, pause, stops_at_refusal=False)
             if flight.is_empty:
                 return
             if not new or flight.has_result:
@@ -121,10 +130,17 @@ def results_as_room_comes(
 class _Flight(Generic[Item]):
     """Jobs that were taken and whose results were not."""
 
-    def __init__(self, jobs: Iterable[Job[Item]], window: Window, ordered: bool) -> None:
+    def __init__(
+        self,
+        jobs: Iterable[Job[Item]],
+        window: Window,
+        ordered: bool,
+        check: Callable[[], object],
+    ) -> None:
         self._jobs = enumerate(jobs)
         self._window = window
         self._ordered = ordered
+        self._check = check
         self._under_way: dict[int, Job[Item]] = {}
         """By their places among all jobs, in that order."""
         self._num_result_bytes = 0
@@ -154,6 +170,7 @@ class _Flight(Generic[Item]):
         self._is_filling |= 4 * len(self._under_way) <= 3 * self._window.max_requests
         while self._is_filling and len(new) < self._max_take:
             place, job = next(self._jobs, (0, None)) if self._has_room() else (0, None)
+            self._check()
             if job is None:
                 self._is_filling = False
                 break
@@ -174,12 +191,21 @@ class _Flight(Generic[Item]):
 
     def next_result(self) -> tuple[Item, RequestOutput | HaversackError]:
         """Wait for the job that was taken first, or for any; return what has become of it."""
-        place = next(iter(self._under_way)) if self._ordered else self._ended.get()
-        job = self._under_way[place]
-        outcome = _outcome(job.request)
-        del self._under_way[place]
-        self._num_result_bytes -= job.num_result_bytes
-        return job.item, outcome
+        while True:
+            self._check()
+            try:
+                place = self._next_place(_CHECK_EVERY_S)
+                outcome = _outcome(self._under_way[place].request, _CHECK_EVERY_S)
+            except (TimeoutError, queue.Empty):
+                continue
+            job = self._under_way.pop(place)
+            self._num_result_bytes -= job.num_result_bytes
+            return job.item, outcome
+
+    def _next_place(self, timeout_s: float) -> int:
+        if self._ordered:
+            return next(iter(self._under_way))
+        return self._ended.get(timeout=timeout_s)
 
     def live_ids(self) -> list[str]:
         """Return the ids of what has not ended."""
@@ -196,10 +222,12 @@ def _when_done(request: RequestHandle | HaversackError, callback: Callable[[], o
         callback()
 
 
-def _outcome(request: RequestHandle | HaversackError) -> RequestOutput | HaversackError:
+def _outcome(
+    request: RequestHandle | HaversackError, timeout_s: float
+) -> RequestOutput | HaversackError:
     if isinstance(request, HaversackError):
         return request
     try:
-        return request.result()
+        return request.result(timeout_s)
     except HaversackError as error:
         return error

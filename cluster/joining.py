@@ -72,10 +72,14 @@ def find_or_start(
 def check_agreement(config: EngineConfig, chosen: Iterable[str], info: EngineInfo) -> None:
     """Compare what was chosen with what the running engine has.
 
+    A `num_workers` of None agrees with whichever number the engine found for itself.
+
     Raises:
         InvalidConfig: it differs; says in what.
     """
     wanted = {name: getattr(config, name) for name in chosen if name not in _WHERE_IT_IS}
+    if config.num_workers is None:
+        wanted.pop("num_workers", None)
     differing = {name: value for name, value in wanted.items() if info.settings[name] != value}
     if differing:
         story = ", ".join(

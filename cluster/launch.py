@@ -25,7 +25,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from cluster.config import EngineConfig
 from cluster.dashboards.placing import place_dashboard
-from cluster.fleet import RayFleet, end_parts, find_parts, part_name, resources
+from cluster.fleet import (
+    RayFleet,
+    end_parts,
+    find_parts,
+    part_name,
+    resources,
+    resources_of_nodes,
+)
 from cluster.metrics import RayPublisher
 from scheduler.actor import CONCURRENCY_GROUPS, EngineSpec, SchedulerActor
 from scheduler.calls import Timeouts
@@ -48,7 +55,6 @@ _NUM_TRIES = 3
 _NO_SERVER = "Initialization failure from server"
 """In what Ray raises where its head was reached, and could not do what it takes."""
 _JOIN_TIMEOUT_S = 30.0
-_RETRY_S = 0.2
 _ANSWER_TIMEOUT_S = 30.0
 """How much longer than the scheduler gives its workers to wait for what it says of them."""
 _SHUTDOWN_TIMEOUT_S = 20.0
@@ -253,7 +259,7 @@ def worker_variables(num_threads: int) -> dict[str, str]:
 
     Threads that wait for each other spin for a little while only: Ray's own processes need the
     cores now and then, and where threads spin until another has got its core back, a step takes
-    many times as long. Not to spin at all costs half as much again on an idle machine.
+    many times as long. Not to spin at all makes steps longer on an idle machine.
     """
     return {
         "GLIBC_TUNABLES": _MALLOC,
@@ -341,16 +347,10 @@ def _threads_per_worker(config: EngineConfig) -> int:
     Where there are none yet, because the nodes for workers are still to come, it is what a worker
     reserves.
     """
-    cores = [node["Resources"].get("CPU", 0.0) for node in _nodes() if node["Alive"]]
+    cores = [node.get("CPU", 0.0) for node in resources_of_nodes()]
     if not any(cores):
         return max(1, int(config.cpus_per_worker))
     return max(1, int(min(sum(cores) / config.most_workers, max(cores))))
-
-
-def _nodes() -> list[dict[str, Any]]:
-    ask: Any = ray.nodes
-    found: list[dict[str, Any]] = ask()
-    return found
 
 
 def _is_private_ray() -> bool:

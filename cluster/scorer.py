@@ -223,6 +223,7 @@ class Scorer(ABC):
         ordered: bool = True,
         max_in_flight: int | None = None,
         request_id: str | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> Generator[tuple[int, Score | HaversackError], None, None]:
         """Yield what has become of each pair, with its place: what `score_many` is made of.
 
@@ -233,6 +234,8 @@ class Scorer(ABC):
             ordered: see `score_many`.
             max_in_flight: pairs that are under way at once; None: what keeps the engine busy.
             request_id: see `score_many`.
+            check: called for each pair and, while this waits, a few times a second; what it raises
+                ends the iteration.
 
         Raises:
             EngineUnavailable: nothing can be submitted any more.
@@ -247,6 +250,7 @@ class Scorer(ABC):
             self._connection.tell_cancel,
             window,
             ordered=ordered,
+            check=check,
         )
         decode = self._intake.token_text()
         with closing(results):

@@ -39,11 +39,12 @@ class Tasks:
         self._on_bug = on_bug
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task on the running event loop."""
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task on the running event loop; whoever wants to may cancel it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._take_end)
+        return task
 
     async def end(self) -> None:
         """Cancel all, and return when they have ended."""

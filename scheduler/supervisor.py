@@ -258,7 +258,7 @@ class Supervisor:
             if place.worker is not None and place.info is not None:
                 await engine.add_worker(place.worker, place.info)
             else:
-                self._tasks.spawn(self._keep(place))
+                place.bringing = self._tasks.spawn(self._keep(place))
         self._tasks.spawn(self._watch_nodes())
         if self._scaling is not None:
             self._tasks.spawn(self._watch_load(self._scaling, engine))
@@ -288,7 +288,7 @@ class Supervisor:
             self._give_up(place, reason)
             return []
         self._rename(place)
-        self._tasks.spawn(self._keep(place, delay_s))
+        place.bringing = self._tasks.spawn(self._keep(place, delay_s))
         return self._expect(place)
 
     def worker_stopped(self, worker_id: str) -> None:
@@ -314,7 +314,6 @@ class Supervisor:
 
     async def _keep(self, place: _Place, delay_s: float = 0.0) -> None:
         """Bring up a place's worker, or give the place up."""
-        place.bringing = asyncio.current_task()
         await asyncio.sleep(delay_s)
         try:
             await self._bring(place)
@@ -382,9 +381,12 @@ class Supervisor:
                         f"no worker is there, and none came up within {self._patience_s:g} s. "
                         + await self._fleet.shortage(),
                     )
-            return starting.result()
-        finally:
+        except BaseException:
             await end_all([starting])
+            if not starting.cancelled() and starting.exception() is None:
+                starting.result()[0].kill()  # it has just come up, and nobody knows of it
+            raise
+        return starting.result()
 
     def _death(self, place: _Place) -> Death:
         worker = place.worker
@@ -412,11 +414,15 @@ class Supervisor:
     def _fill(self) -> None:
         """Have somebody on the way for every wanted worker that lacks."""
         wanted = self._memory.num_workers - self._num_barred()
-        for _ in range(wanted - sum(not place.is_leaving for place in self._places.values())):
+        for _ in range(wanted - self._num_staying()):
             place = self._new_place(self._next_id())
             if self._engine is not None:
                 self._engine.post(*self._expect(place))
-                self._tasks.spawn(self._keep(place))
+                place.bringing = self._tasks.spawn(self._keep(place))
+
+    def _num_staying(self) -> int:
+        """Return how many workers are there or on their way, and are not being drained."""
+        return sum(not place.is_leaving for place in self._places.values())
 
     def _num_barred(self) -> int:
         """Return how many places nobody is to fill."""
@@ -512,27 +518,28 @@ class Supervisor:
 
     def _adapt(self, change: Change, coming: list[_Place]) -> None:
         """Ask for more workers, call off those that nobody needs, or give an idle one back."""
-        if change.num_more:
-            logger.info("%d more workers are wanted", change.num_more)
-            self._memory.num_workers += change.num_more
-            self._fill()
         for place in coming[len(coming) - change.num_fewer_coming :]:
             self._call_off(place)
         idle = self._places.get(change.idle_id or "")
         if idle is not None:
             logger.info("worker %s is idle and given back", idle.worker_id)
             idle.is_leaving = True
-            self._memory.num_workers -= 1
             self._tasks.spawn(self._give_back(idle))
+        self._want(change.num_more)
+        if change.num_more:
+            logger.info("%d more workers are wanted", change.num_more)
+            self._fill()
+
+    def _want(self, num_more: int = 0) -> None:
+        """Want those that stay or are on their way, and so many more."""
+        self._memory.num_workers = self._num_staying() + self._num_barred() + num_more
 
     def _call_off(self, place: _Place) -> None:
         """Wait no longer for a worker that is not ready."""
-        if place.bringing is None:
-            return  # it begins in this moment
         logger.info("worker %s is not needed any more", place.worker_id)
-        place.bringing.cancel()
+        if place.bringing is not None:
+            place.bringing.cancel()
         del self._places[place.worker_id]
-        self._memory.num_workers -= 1
         self._give_no_hope(place, "it was not needed any more")
 
     async def _give_back(self, place: _Place) -> None:
@@ -543,7 +550,7 @@ class Supervisor:
         except HaversackError as error:
             logger.info("worker %s is not given back: %s", place.worker_id, error)
             place.is_leaving = False
-            self._memory.num_workers += 1
+            self._want()
 
     # ----------------------------------------------------------------------------- bookkeeping
 

@@ -37,7 +37,7 @@ from scheduler.messages import ModelRunnerOutput, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
-Spawn = Callable[[Coroutine[Any, Any, None]], None]
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
 """Starts a task that the loop looks after."""
 OnLost = Callable[[str, str], Iterable[AnyEvent]]
 OnStopped = Callable[[str], None]

@@ -82,6 +82,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: rank.get(_unit_of(item.nodeid), len(rank)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why a test was tried once more: `--reruns` itself tells only which."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"first try of {report.nodeid}", sep="_")
+        terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Have torch compute on one thread, as a machine that other tests share does best."""

@@ -12,7 +12,7 @@ Rules:
   blocks interchangeable between workers.
 - On CPU blocks are read and written without torch. Those who do that have threads of their own, and
   with OpenMP threads for these as well there would be more than cores: from then on none of them,
-  the step's included, spins any more while it waits, and a step takes twice as long.
+  the step's included, spins any more while it waits, and a step takes much longer.
 """
 
 from __future__ import annotations

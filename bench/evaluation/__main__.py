@@ -8,7 +8,7 @@ with `--model hf`, then with `--model local-completions` against `haversack serv
 requests at once, batches, token ids or text, the server's tokenizer or a local one. To be reached:
 
 - equal accuracies, and the same answers to "is it what the model would say";
-- log-likelihoods of choices within 1e-3, and those of documents within 1e-3 a window;
+- log-likelihoods of choices, and of whole documents, within 1e-3;
 - equal continuations;
 - every way over HTTP gives the same numbers, bit for bit.
 

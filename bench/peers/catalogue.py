@@ -60,13 +60,15 @@ class PeerSpec:
         stamp = folder / ".installed"
         digest = hashlib.sha256(wanted.encode()).hexdigest()
         python = folder / "bin" / "python"
-        if stamp.is_file() and stamp.read_text() == digest:
-            return python
-        show(f"{self.name}: installing into {folder}; this takes minutes and gigabytes, once")
+        is_ready = stamp.is_file() and stamp.read_text() == digest
+        if not is_ready:
+            show(f"{self.name}: installing into {folder}; this takes minutes and gigabytes, once")
         if not python.exists():
             _run(self.name, [sys.executable, "-m", "venv", str(folder)])
         if self.sees_ours:
-            _show_ours_to(folder)
+            _show_ours_to(folder)  # another checkout's may have been shown to it last
+        if is_ready:
+            return python
         pip = [str(python), "-m", "pip"]
         _run(self.name, [*pip, "install", "--quiet", "-r", str(_HERE / f"{self.name}.txt")])
         if self.unwanted:

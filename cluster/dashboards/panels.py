@@ -178,7 +178,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Prefix hits",
             "percentunit",
             "Of the tokens that admitted requests could read, those found: on the worker, or in "
-            " the offload store. A bypass asks for nothing, and is no miss.",
+            "the offload store. A bypass asks for nothing, and is no miss.",
             {
                 "{{source}} {{engine}}": _rate(
                     "prefix_hit_tokens_total", "source", source="worker|store"

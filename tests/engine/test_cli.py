@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cluster import Client, SamplingParams, cli_tools
 from cluster.cli import app
-from tests.engine.conftest import DEADLINE_S, ENGINE, LASTING, actors_of, wait_for
+from tests.engine.conftest import DEADLINE_S, ENGINE, LASTING, NUM_CPUS, actors_of, wait_for
 
 
 @pytest.fixture
@@ -249,15 +249,31 @@ def test_what_follows_a_benchmarks_name_goes_to_it(
     assert CliRunner().invoke(app, ["bench", "fails"]).exit_code == 1
 
 
+def engine_file(folder: Path, model: str, **settings: Any) -> str:
+    """Write the settings of an engine of one worker."""
+    file = folder / "engine.yaml"
+    settings = ENGINE | {"model": model, "num_workers": 1} | settings
+    file.write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+    return str(file)
+
+
+@pytest.mark.slow
+def test_a_start_that_need_not_wait_does_not_wait_for_room(
+    shell: CliRunner, tiny_model: str, tmp_path: Path
+) -> None:
+    """`ray up` starts an engine before there is room for it. Here another one's workers have it."""
+    file = engine_file(tmp_path, tiny_model, cpus_per_worker=NUM_CPUS)
+    where = ("--name", "waits", "--config", file)
+    assert answer(shell, "start", "--no-wait", *where)["started"]
+    assert answer(shell, "stop", *where) == {"ended": "waits"}
+    assert actors_of("waits") == []
+
+
 @pytest.mark.slow
 def test_an_engine_is_started_to_stay_and_stopped(
     shell: CliRunner, tiny_model: str, tmp_path: Path
 ) -> None:
-    """`ray up` starts one before the machines of its workers are there, and so doesn't wait."""
-    file = tmp_path / "engine.yaml"
-    settings = ENGINE | {"model": tiny_model, "num_workers": 1}
-    file.write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
-    where = ("--name", "stays", "--config", str(file))
+    where = ("--name", "stays", "--config", engine_file(tmp_path, tiny_model))
     facts = {"engine": "stays", "namespace": ENGINE["namespace"]}
     assert answer(shell, "start", "--no-wait", *where) == facts | {"started": True}
     assert answer(shell, "start", *where) == facts | {"started": False}

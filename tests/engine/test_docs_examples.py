@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster import Client, client
-from tests.doc_pages import ENDPOINT, MODEL, PAGES, ROOT, Block, python_examples
 from tests.engine.conftest import ENGINE, engine_with_journal, wait_for
+from tests.pages import ENDPOINT, MODEL, PAGES, ROOT, Block, python_examples
 
 SHARED = "/data"
 """A folder that all machines of a cluster see."""

@@ -48,23 +48,33 @@ def start_head(head: Host, env: Mapping[str, str] | None = None) -> None:
     Args:
         env: more variables for Ray's processes.
     """
-    head.run(
-        [*_ray_start(head, num_cpus=0), "--head", f"--port={_PORT}", "--include-dashboard=false"],
-        {**ENVIRONMENT, **(env or {})},
-        timeout_s=_START_TIMEOUT_S,
-    )
+    command = [*_ray_start(head, 0), "--head", f"--port={_PORT}", "--include-dashboard=false"]
+    for is_last in (False, False, True):
+        try:
+            head.run(command, {**ENVIRONMENT, **(env or {})}, timeout_s=_START_TIMEOUT_S)
+            return
+        except RuntimeError:
+            if is_last:
+                raise
+            _clear(head)
 
 
 def join(head: Host, hosts: Sequence[Host]) -> None:
     """Make hosts with one CPU each part of the cluster, all at once."""
     command = [f"--address={ray_address(head)}"]
-    starting = [
-        host.start([*_ray_start(host, num_cpus=1), *command], ENVIRONMENT) for host in hosts
-    ]
-    for host, process in zip(hosts, starting, strict=True):
-        written, _ = process.communicate(timeout=_START_TIMEOUT_S)
-        if process.returncode != 0:
-            raise RuntimeError(f"{host.name} could not join: {written}\n{host.log}")
+    left = list(hosts)
+    for is_last in (False, False, True):
+        starting = [
+            (host, host.start([*_ray_start(host, 1), *command], ENVIRONMENT)) for host in left
+        ]
+        left = []
+        for host, process in starting:
+            written, _ = process.communicate(timeout=_START_TIMEOUT_S)
+            if process.returncode != 0:
+                if is_last:
+                    raise RuntimeError(f"{host.name} could not join: {written}\n{host.log}")
+                _clear(host)
+                left.append(host)
 
 
 def has_ray(host: Host) -> bool:
@@ -78,6 +88,11 @@ def drain_node(head: Host, node_id: str, deadline_s: int) -> None:
     reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=the price has risen"]
     deadline = f"--deadline-remaining-seconds={deadline_s}"
     head.run([PYTHON.parent / "ray", *command, *reason, deadline], ENVIRONMENT)
+
+
+def _clear(host: Host) -> None:
+    """End what is there of Ray, which gave up: it does that after 30 s, on a busy machine too."""
+    host.run([PYTHON.parent / "ray", "stop", "--force"], ENVIRONMENT)
 
 
 def _ray_start(host: Host, num_cpus: int) -> list[str | Path]:

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from tests.doc_pages import ENDPOINT, MODEL, PAGES, ROOT, Command, commands, python_examples
 from tests.http.conftest import MODEL as SERVED
+from tests.pages import ENDPOINT, MODEL, PAGES, ROOT, Command, commands, python_examples
 
 WITH_PYTHON = [page for page in PAGES if any(ENDPOINT in e.text for e in python_examples(page))]
 CURLS = [command for page in PAGES for command in commands(page) if command.words[0] == "curl"]

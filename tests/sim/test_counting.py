@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.actions import LoadBlocks, LookupBlocks, SaveBlocks
-from scheduler.events import EvictRequested, LoadDone, LookupDone, SaveDone
+from scheduler.events import EvictRequested, LoadDone, LookupDone, RequestCancelled, SaveDone
 from scheduler.request import RequestStatus
 from tests.sim.cases import (
     BLOCK_SIZE,
@@ -175,6 +175,17 @@ def test_prompts_that_are_done_are_counted_however_their_rows_came() -> None:
     assert stats.num_computed_tokens == 20
     assert times.end_to_end.num_observations == 2
     assert times.queue.num_observations == times.prefill.num_observations == 1
+
+
+def test_a_worker_whose_last_step_failed_is_idle_from_then_on() -> None:
+    """It was to be told of a request that had failed, which is not tried again by itself."""
+    script = Script(enable_offload=False)
+    script.submit("a", 5)
+    script.batch_failed()
+    script.batch_failed()
+    script.say(RequestCancelled("nobody", time_s=5.0))
+    [use] = script.state.worker_uses()
+    assert (use.dispatch_s, use.idle_s) == (0.0, 5.0)
 
 
 def test_a_workers_time_adds_up_to_that_since_it_joined() -> None:

@@ -349,6 +349,29 @@ def test_a_run_that_ends_after_any_row_is_gone_on_with(
     assert len(engine.seen) == num_seen, "what is complete is left alone"
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("max_live", [1, 2], ids=["no room", "no result"])
+def test_a_run_can_be_ended_while_it_waits(
+    client: ScoringClient, tmp_path: Path, out: Path, engine: Engine, max_live: int, ordered: bool
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_bytes(jsonl([{"prompt": [3, 1]}, {"prompt": [3, 4]}, {"prompt": [5, 4]}]))
+    engine.held_tokens, engine.max_live = {4}, max_live
+
+    class Ends(BatchWatcher):
+        def goes_on(self) -> None:
+            # Each of them is so from when everything is submitted that can be.
+            if len(engine.live()) == 2 or (max_live == 1 and engine.num_overloaded > 3):
+                raise Killed
+
+    with pytest.raises(Killed):
+        Batch(source, out, replace(FULL, ordered=ordered)).run(client, Ends())
+    assert engine.live() == []
+    engine.release()
+    engine.max_live = 10**9
+    assert run(client, source, out, ordered=ordered).num_done == 3
+
+
 def test_the_engines_end_leaves_an_output_that_is_gone_on_with(
     client: ScoringClient, source: Path, out: Path, engine: Engine
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +145,26 @@ def test_a_peer_that_cannot_be_installed_is_unavailable(
     assert len(told) == 2
     assert PEERS["vllm"].python(told.append) == python
     assert len(told) == 2, "what is installed is not installed again"
+
+
+def test_an_environment_that_checkouts_share_sees_the_packages_of_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there, and shows those of another checkout, which may be gone by now."""
+    monkeypatch.setenv("HAVERSACK_BENCH_VENVS", str(tmp_path))
+    python = tmp_path / "lm_eval" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    bases = {"base": str(tmp_path / "lm_eval"), "platbase": str(tmp_path / "lm_eval")}
+    theirs = Path(sysconfig.get_path("purelib", vars=bases))
+    theirs.mkdir(parents=True)
+    spec = PeerSpec("lm_eval", "lm_eval", own_environment=True, sees_ours=True)
+    for _ in range(2):
+        assert spec.python(lambda _: None) == python
+        (shown,) = theirs.glob("*.pth")
+        assert shown.read_text().split() == [sysconfig.get_path("purelib")]
+        shown.write_text("/another/checkout\n")
 
 
 def test_vllm_runs_with_what_its_users_preload(

@@ -19,7 +19,7 @@ from docs.generator import DOCS
 from docs.generator import PAGES as GENERATED
 from scheduler import errors
 from scheduler.errors import HaversackError
-from tests.doc_pages import (
+from tests.pages import (
     PAGES,
     ROOT,
     Command,

@@ -169,7 +169,7 @@ def test_losses_are_noticed_as_soon_as_on_machines_of_ones_own(
 ) -> None:
     local = load(repo_root, "ray_config.yaml")
     wanted = variables(start_command(local, "head"))
-    others = {"RAY_enable_autoscaler_v2", "AUTOSCALER_HEARTBEAT_TIMEOUT_S"}
+    others = {"RAY_enable_autoscaler_v2", "AUTOSCALER_HEARTBEAT_TIMEOUT_S", "RAY_AUTH_MODE"}
     for container in containers(cluster_of(objects)):
         has = {each["name"]: each.get("value") for each in container["env"]}
         for name in wanted.keys() - others - {"--port", "--num-cpus", "--autoscaling-config"}:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -140,3 +145,43 @@ def test_rows_are_where_a_layer_keeps_the_slots_of_each_head() -> None:
     assert cache().rows(slots, 3).tolist() == heads_first[slots].reshape(-1).tolist()
     on_a_gpu = KVCache(LAYERS, num_blocks=6, block_size=4, dtype=torch.bfloat16, device="meta")
     assert on_a_gpu.rows(slots, 3).tolist() == numbers.view(-1, 3)[slots].reshape(-1).tolist()
+
+
+_COUNTING_THREADS = """
+import os, threading
+import torch
+from workers.kv_cache import KVCache, LayerSpec
+
+def num_threads_begun_by(work):
+    def count():
+        before = set(os.listdir("/proc/self/task"))
+        work()
+        begun.update(set(os.listdir("/proc/self/task")) - before)
+    begun = set()
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
+    return len(begun)
+
+cache = KVCache([LayerSpec(4, 64)] * 2, num_blocks=64, block_size=64, dtype=torch.float32)
+blocks = range(cache.num_blocks)
+data = cache.read_blocks(blocks)
+print(
+    num_threads_begun_by(lambda: cache.read_blocks(blocks)),
+    num_threads_begun_by(lambda: cache.write_blocks(blocks, data)),
+    num_threads_begun_by(lambda: torch.ones(2**20).add_(1.0)),
+)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_whoever_reads_and_writes_blocks_gets_no_threads_of_torch() -> None:
+    """They would make a step's threads stop spinning. What torch does in parallel does get some."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _COUNTING_THREADS],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.stdout.split() == ["0", "0", "1"], ran.stderr

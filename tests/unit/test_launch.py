@@ -14,9 +14,8 @@ from scheduler.scaling import ScalingLimits
 
 def on(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, float]) -> None:
     """Have a cluster of nodes with these resources."""
-    alive: list[dict[str, Any]] = [{"Alive": True, "Resources": node} for node in nodes]
     total = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
-    monkeypatch.setattr(launch, "_nodes", lambda: alive)
+    monkeypatch.setattr(launch, "resources_of_nodes", lambda: list(nodes))
     monkeypatch.setattr(launch, "resources", lambda which: total)
 
 
@@ -86,6 +85,7 @@ def test_a_head_that_could_not_serve_a_client_is_asked_again(
         if error is not None:
             raise error
 
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(launch.ray, "init", init)
     config = EngineConfig(ray_address="ray://h:10001")
     assert launch.connect_to_ray(config)

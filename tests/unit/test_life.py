@@ -128,6 +128,28 @@ def test_many_chunks_are_joined_so_that_all_of_the_life_is_told() -> None:
     assert sum(span.num_steps for span in chunks) == 5000
 
 
+def test_what_was_computed_again_is_not_joined_to_what_was_before() -> None:
+    life = life_of_chunks(MAX_SPANS - 11)
+    for i in range(20):
+        began_s = 1.0 + 0.1 * (MAX_SPANS - 11 + i)
+        life.computed("w0", 8 * i, 8 * i + 8, began_s, began_s + 0.1, False)
+    chunks = [span for span in life.spans() if span.kind is K.PREFILL]
+    [again] = [i for i, span in enumerate(chunks) if i and span.first == 0]
+    assert (chunks[again - 1].end, chunks[-1].end) == (8 * (MAX_SPANS - 11), 160)
+    assert sum(span.num_steps for span in chunks) == MAX_SPANS + 9
+
+
+def test_chunks_of_two_workers_are_not_joined() -> None:
+    num_here = MAX_SPANS // 2 + 1
+    life = life_of_chunks(num_here)
+    for i in range(num_here, MAX_SPANS):
+        life.computed("w1", 8 * i, 8 * i + 8, 1.0 + 0.1 * i, 1.1 + 0.1 * i, False)
+    chunks = [span for span in life.spans() if span.kind is K.PREFILL]
+    assert len(chunks) < MAX_SPANS, "some were joined"
+    here, there = ([s for s in chunks if s.worker_id == name] for name in ("w0", "w1"))
+    assert here[-1].end == there[0].first == 8 * num_here
+
+
 def test_what_can_not_be_joined_is_left_out_and_counted() -> None:
     life = Life(0.0, "submitted")
     for i in range(1000):

@@ -152,6 +152,28 @@ def test_of_a_long_life_only_the_new_spans_are_told() -> None:
     play(story)
 
 
+def test_spans_that_change_or_become_fewer_are_told() -> None:
+    async def story(engine: Engine, feed: LiveFeed) -> None:
+        life = life_of("a", 1000.0)
+        decode = span(SpanKind.DECODE, 1002.6, 1003.0, worker_id="w0", first=192, end=200)
+        longer = span(SpanKind.DECODE, 1002.6, 1004.0, worker_id="w0", first=192, end=210)
+        viewer = Viewer(feed.messages())
+        for spans in (
+            [*life.spans, decode],
+            [*life.spans, longer],
+            life.spans,
+            life.spans[:1],
+            [span(SpanKind.QUEUED, 1000.0, 1001.5)],
+        ):
+            seen = RequestLife(life.info, spans)
+            engine.see([seen])
+            await viewer.look()
+            assert viewer.sees([seen])
+        await viewer.messages.aclose()
+
+    play(story)
+
+
 def test_where_nothing_changes_a_sign_of_life_comes_now_and_then() -> None:
     async def story(engine: Engine, feed: LiveFeed) -> None:
         messages = feed.messages()

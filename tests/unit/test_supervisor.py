@@ -253,6 +253,66 @@ def test_a_worker_that_waits_for_room_is_called_off_when_nobody_needs_it() -> No
     run(test)
 
 
+def test_a_replacement_is_called_off_in_the_very_moment_in_which_it_begins() -> None:
+    """Its worker would come up in no place, and nobody would ever give it back."""
+
+    async def test() -> None:
+        fleet = FakeFleet()
+        every_turn = following() | {"load_watch_interval_s": 0.0}
+        supervisor, engine, _ = await running(fleet, 2, **every_turn)
+        engine.busy, engine.num_tokens = {"worker-0"}, 15_000
+        supervisor.worker_lost("worker-1", "killed")
+        worker = await fleet.up("worker-2")
+        worker.num_steps_begun = worker.num_steps_done = 1
+        engine.busy, engine.num_tokens = {"worker-0", "worker-2"}, 0
+        await turns()
+        supervisor.worker_lost("worker-2", "killed")
+        await turns()
+        assert fleet.asked == [f"start worker-{n}" for n in range(3)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_worker_that_is_called_off_while_it_comes_up_joins_or_is_ended(num_turns: int) -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        supervisor, engine, _ = await running(fleet, 1)
+        supervisor.worker_lost("worker-0", "killed")
+        await until(lambda: "worker-1" in fleet.starts)
+        worker = FakeFleetWorker("worker-1")
+        fleet.starts["worker-1"].set_result((worker, info("worker-1")))
+        await turns(num_turns)
+        await supervisor.stop()
+        was_ended = worker.is_killed or fleet.given_up == ["worker-1"]
+        assert was_ended == ("worker-1" not in engine.joined)
+
+    run(test)
+
+
+def test_a_worker_that_is_lost_while_it_is_given_back_is_not_wanted_any_more() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        supervisor, engine, _ = await running(fleet, 2, **following())
+
+        async def lose(worker_id: str, _: float) -> None:
+            supervisor.worker_lost(worker_id, "killed")
+            engine.joined.remove(worker_id)
+            engine.drained.append((worker_id, 0.0))
+            raise UnknownWorker(f"there is no worker {worker_id}")
+
+        engine.drain = lose  # type: ignore[method-assign]
+        engine.busy = {"worker-0"}
+        await until(lambda: bool(engine.drained))
+        engine.num_tokens = 15_000
+        await until(lambda: len(fleet.asked) == 3)
+        num_looks = engine.num_looks
+        await until(lambda: engine.num_looks > num_looks + 2)
+        assert len(fleet.asked) == 3
+
+    run(test)
+
+
 def test_what_an_operator_drained_is_not_asked_for_again_to_have_the_least() -> None:
     async def test() -> None:
         fleet = FakeFleet()
