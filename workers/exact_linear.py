@@ -31,8 +31,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from workers import fused
-
 ROW_MULTIPLE = 16
 """Row counts of a batch must be multiples of this."""
 _LADDER = (16, 32, 48, 64, *range(128, 513, 64))
@@ -288,6 +286,9 @@ class Arithmetic:
 @torch.inference_mode()
 def make_exact(model: nn.Module) -> Arithmetic:
     """Replace the linear layers, norms, gated layers and activations of `model` in place."""
+    # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
+    from workers import fused
+
     signatures = {fused.signature(p.dtype) for p in model.parameters()}
     min_rows = ROW_MULTIPLE
     # Gated layers first: they take the layers that they are made of as they are by then.

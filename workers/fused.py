@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from workers import kernels
+from workers import compiled, kernels
 from workers.logprobs import Logits, normalise, select_rows, top_1
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -194,7 +194,8 @@ def _random(rows: int, columns: int, seed: int) -> torch.Tensor:
 def signature(dtype: torch.dtype) -> str:
     """Return a digest of what the kernels give on this machine, where they are compiled for it.
 
-    Many numbers are taken, since in half precision few show in which order a sum was made.
+    Many numbers are taken, since in half precision few show in which order a sum was made. Every
+    kernel is called, so that all of them are compiled while nobody else does it.
     """
     dtype = dtype if dtype in _DTYPES else torch.float32
     digest = hashlib.sha256()
@@ -203,13 +204,15 @@ def signature(dtype: torch.dtype) -> str:
         for result in results:
             digest.update(result.tobytes())
 
-    with torch.inference_mode():
+    with compiled.alone(), torch.inference_mode():
         for width in (64, 100, 576, 2048):
             x = _random(1024, width, width).to(dtype)
             for rounds_first in (True, False):
                 take(as_array(FusedNorm(_random(1, width, 1)[0], 1e-5, rounds_first)(x)))
         x = (9 * _random(64, 4096, 7)).to(dtype)
         take(as_array(_silu_times(x, x.flip(0))))
+        angles = x[:, :128].view(1, 64, 128)
+        take(as_array(_rotated(x.view(1, 64, 64, 64), angles[..., :64], angles[..., 64:])))
         logits = Logits([x[:, :2500], x[:, 2500:]], x.shape[1])
         rows = normalise(logits)
         take(*(piece.numpy() for piece in rows.pieces()))

@@ -9,14 +9,12 @@ bfloat16 as its bits in uint16; all arithmetic is fp32. Rules:
   left over are rounded alike. Sums may be put into vectors, in an order that depends on the row's
   length (and on the machine: see `workers.fused.signature`).
 - Arrays are C-contiguous: a loop over strided numbers would be another loop.
-- Compiled code is kept on disk and loaded from there, so a kernel may use helpers of this file
-  only: a change elsewhere would not be noticed.
+- A kernel uses helpers of this file only: see `workers.compiled`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numba
 import numpy as np
@@ -24,26 +22,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from workers.compiled import helper, kernel
 
 _EXACT: set[str] = set()
 _SUMS = {"reassoc", "nsz", "contract"}
 """What the compiler may do to a sum."""
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
-
-
-def _kernel(fastmath: set[str]) -> Callable[[_Function], _Function]:
-    """Return a decorator that compiles a function when it is first called."""
-
-    def decorate(function: _Function) -> _Function:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
-        try:
-            return cast(_Function, numba.njit(cache=True, **options)(function))
-        except RuntimeError:
-            # Neither beside this file nor in a user's cache can anything be written.
-            return cast(_Function, numba.njit(**options)(function))
-
-    return decorate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -161,7 +145,7 @@ _LOWEST, _HIGHEST = np.float32(-87.33), np.float32(88.37)
 _ZERO, _ONE, _INF = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
-@_kernel(_EXACT)
+@helper(_EXACT)
 def _exp(x: Any) -> Any:
     """Return e^x as Cephes' expf does, within 1 ulp; beyond -87.33 and 88.37 what it is there."""
     low = _LOWEST if x < _LOWEST else x
@@ -180,7 +164,7 @@ def _exp(x: Any) -> Any:
     return y * _from_bits(np.uint32((power << np.uint32(23)) + np.uint32(0x3F800000)))
 
 
-@_kernel(_EXACT)
+@helper(_EXACT)
 def _max(numbers: Any) -> Any:
     """Return the largest number, or NaN where there is one without a sign bit."""
     best = _place(numbers[0])
@@ -190,7 +174,7 @@ def _max(numbers: Any) -> Any:
     return _widen(_number_at(best, numbers[0]))
 
 
-@_kernel(_SUMS)
+@helper(_SUMS)
 def _sum_of_exp(numbers: Any, largest: Any) -> Any:
     total = _ZERO
     for j in range(numbers.shape[0]):
@@ -198,7 +182,7 @@ def _sum_of_exp(numbers: Any, largest: Any) -> Any:
     return total
 
 
-@_kernel(_SUMS)
+@helper(_SUMS)
 def _sum_of_squares(numbers: Any) -> Any:
     total = _ZERO
     for j in range(numbers.shape[0]):
@@ -207,7 +191,7 @@ def _sum_of_squares(numbers: Any) -> Any:
     return total
 
 
-@_kernel(_EXACT)
+@kernel
 def rms_norm(x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
     """Write x / sqrt(mean(x^2) + eps) * scale to `out`.
 
@@ -231,7 +215,7 @@ def rms_norm(x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
                 result[j] = _narrow(_widen(row[j]) * factor * scale[j], row[j])
 
 
-@_kernel(_EXACT)
+@kernel
 def gate_silu(gate: Any, up: Any, out: Any) -> None:
     """Write silu(gate) * up to `out`, all [numbers]; silu is rounded to the arrays' type first."""
     for j in range(gate.shape[0]):
@@ -241,7 +225,7 @@ def gate_silu(gate: Any, up: Any, out: Any) -> None:
         out[j] = _narrow(_widen(active) * _widen(up[j]), gate[j])
 
 
-@_kernel(_EXACT)
+@kernel
 def rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
     """Write x * cos + (-second half of x, first half of x) * sin to `out`.
 
@@ -267,18 +251,18 @@ def rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
                 result[j] = _narrow(_widen(straight) + _widen(across), row[j])
 
 
-@_kernel(_EXACT)
+@helper(_EXACT)
 def _part_of_row(parts: Any, part: Any, i: Any, like: Any) -> Any:
     address, stride_bytes, width = parts[part]
     return numba.carray(_pointer(address + i * stride_bytes, like), (width,))
 
 
-@_kernel(_EXACT)
+@helper(_EXACT)
 def _logprob(x: Any, largest: Any, log_sum: Any) -> Any:
     return (_widen(x) - largest) - log_sum
 
 
-@_kernel(_EXACT)
+@kernel
 def normalise(parts: Any, like: Any, largest: Any, log_sums: Any, best_ids: Any) -> None:
     """Find what makes logprobs of rows of logits: logprob = (logit - largest) - log_sum.
 
@@ -310,7 +294,7 @@ def normalise(parts: Any, like: Any, largest: Any, log_sums: Any, best_ids: Any)
         best_ids[i] = _first_of(parts, i, like, maxima, top, log_sum)
 
 
-@_kernel(_EXACT)
+@helper(_EXACT)
 def _first_of(parts: Any, i: Any, like: Any, maxima: Any, largest: Any, log_sum: Any) -> Any:
     """Return the lowest id whose logprob is the largest one; 0 in a spoilt row."""
     best = (largest - largest) - log_sum
@@ -325,7 +309,7 @@ def _first_of(parts: Any, i: Any, like: Any, maxima: Any, largest: Any, log_sum:
     return 0
 
 
-@_kernel(_EXACT)
+@kernel
 def count_greater(
     parts: Any, like: Any, largest: Any, log_sums: Any, values: Any, counts: Any
 ) -> None:
@@ -345,7 +329,7 @@ def count_greater(
             counts[i, column] = total
 
 
-@_kernel(_EXACT)
+@helper(_EXACT)
 def _count(numbers: Any, largest: Any, log_sum: Any, value: Any) -> Any:
     count = np.int32(0)
     for j in range(numbers.shape[0]):
@@ -353,7 +337,7 @@ def _count(numbers: Any, largest: Any, log_sum: Any, value: Any) -> Any:
     return count
 
 
-@_kernel(_EXACT)
+@kernel
 def logprobs_of(
     parts: Any, like: Any, largest: Any, log_sums: Any, token_ids: Any, found: Any
 ) -> None:
@@ -374,7 +358,7 @@ def logprobs_of(
             found[i, column] = _logprob(number, largest[i], log_sums[i])
 
 
-@_kernel(_EXACT)
+@kernel
 def argmax(parts: Any, like: Any, largest: Any, ids: Any) -> None:
     """Find the largest logit of each row and the lowest id that has it.
 
@@ -405,7 +389,7 @@ def argmax(parts: Any, like: Any, largest: Any, ids: Any) -> None:
         largest[i] = nan if spoilt else _widen(_number_at(top, like))
 
 
-@_kernel(_EXACT)
+@helper(_EXACT)
 def _lowest_and_highest_place(numbers: Any) -> Any:
     lowest = highest = _place(numbers[0])
     for j in range(1, numbers.shape[0]):

@@ -16,13 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from scheduler.logprobs import Logprobs
 from scheduler.sampling_params import ALL_LOGPROBS
-from workers import kernels
 
 LOGPROBS_BYTES = {"cpu": 3 * 2**20, "cuda": 256 * 2**20}
 """fp32 logprobs that are in memory at once; on CPU little more than the processor's cache holds."""
@@ -159,105 +156,14 @@ class DenseRows:
         yield self._logprobs
 
 
-class FusedRows:
-    """Rows as logits on CPU with the two numbers of each that make logprobs of them."""
-
-    def __init__(
-        self,
-        logits: Logits,
-        largest: torch.Tensor,
-        log_sums: torch.Tensor,
-        best_ids: torch.Tensor,
-    ) -> None:
-        """Take logits in fp32 or bf16, and what `kernels.normalise` finds, all [rows]."""
-        self._logits = logits
-        self._largest = largest
-        self._log_sums = log_sums
-        self._best_ids = best_ids
-
-    @property
-    def num_rows(self) -> int:
-        """See `Rows`."""
-        return self._logits.num_rows
-
-    def __getitem__(self, rows: slice) -> FusedRows:
-        """See `Rows`."""
-        return FusedRows(
-            self._logits[rows], self._largest[rows], self._log_sums[rows], self._best_ids[rows]
-        )
-
-    def is_nan(self) -> torch.Tensor:
-        """See `Rows`."""
-        return ~torch.isfinite(self._log_sums)
-
-    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `Rows`."""
-        found = torch.empty(token_ids.shape, dtype=torch.float32)
-        kernels.logprobs_of(
-            *_addresses(self._logits),
-            self._largest.numpy(),
-            self._log_sums.numpy(),
-            token_ids.contiguous().numpy(),
-            found.numpy(),
-        )
-        return found
-
-    def ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Rows`."""
-        counts = torch.empty(values.shape, dtype=torch.int64)
-        kernels.count_greater(
-            *_addresses(self._logits),
-            self._largest.numpy(),
-            self._log_sums.numpy(),
-            values.contiguous().numpy(),
-            counts.numpy(),
-        )
-        return counts + 1
-
-    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Rows`."""
-        values = (self._largest - self._largest) - self._log_sums
-        return values.unsqueeze(1), self._best_ids.unsqueeze(1)
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """See `Rows`."""
-        at_once = rows_per_slice(self._logits.vocab_size, LOGPROBS_BYTES["cpu"])
-        for first in range(0, self.num_rows, at_once):
-            rows = slice(first, first + at_once)
-            logits = self._logits[rows].joined().float()
-            yield (logits - self._largest[rows, None]) - self._log_sums[rows, None]
-
-
 def normalise(logits: Logits) -> Rows:
     """Return rows of logprobs from raw logits."""
-    if logits.parts[0].device.type != "cpu":
-        return DenseRows(torch.log_softmax(logits.joined(), dim=-1, dtype=torch.float32))
-    logits = _for_kernels(logits)
-    largest, log_sums = torch.empty(2, logits.num_rows)
-    best_ids = torch.empty(logits.num_rows, dtype=torch.int64)
-    kernels.normalise(*_addresses(logits), largest.numpy(), log_sums.numpy(), best_ids.numpy())
-    return FusedRows(logits, largest, log_sums, best_ids)
+    if logits.parts[0].device.type == "cpu":
+        # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
+        from workers import cpu_rows
 
-
-def _for_kernels(logits: Logits) -> Logits:
-    """Return logits as the kernels take them: fp16 as fp32, and no columns without a meaning."""
-    parts = []
-    room = logits.vocab_size
-    for part in logits.parts:
-        if room > 0:
-            meant = part[:, :room] if part.dtype != torch.float16 else part[:, :room].float()
-            parts.append(meant if meant.stride(1) == 1 else meant.contiguous())
-            room -= part.shape[1]
-    return Logits(parts, logits.vocab_size)
-
-
-def _addresses(logits: Logits) -> tuple[npt.NDArray[np.int64], np.uint16 | np.float32]:
-    """Return where the parts are, for kernels, and a number of their type; see `kernels`."""
-    table = [
-        (part.data_ptr(), part.stride(0) * part.itemsize, part.shape[1]) for part in logits.parts
-    ]
-    like = np.float32(0) if logits.parts[0].dtype == torch.float32 else np.uint16(0)
-    return np.array(table, np.int64), like
+        return cpu_rows.normalise(logits)
+    return DenseRows(torch.log_softmax(logits.joined(), dim=-1, dtype=torch.float32))
 
 
 def has_nan(rows: Rows) -> torch.Tensor:
@@ -328,13 +234,11 @@ def top_1(logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
 
     The largest of a row with a NaN is NaN.
     """
-    if logits.parts[0].device.type != "cpu":
-        return _top_1(logits.joined())
-    logits = _for_kernels(logits)
-    largest = torch.empty(logits.num_rows, 1)
-    ids = torch.empty(logits.num_rows, 1, dtype=torch.int64)
-    kernels.argmax(*_addresses(logits), largest[:, 0].numpy(), ids[:, 0].numpy())
-    return largest, ids
+    if logits.parts[0].device.type == "cpu":
+        from workers import cpu_rows
+
+        return cpu_rows.top_1(logits)
+    return _top_1(logits.joined())
 
 
 def top_k(logprobs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

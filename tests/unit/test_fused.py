@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -256,41 +252,3 @@ def test_the_signature_tells_another_order_of_a_sum(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernels, "rms_norm", other)
     assert plain(torch.bfloat16) != before
-
-
-def test_where_nothing_can_be_kept_on_disk_kernels_are_compiled_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled = kernels.numba.njit
-
-    def njit(*, cache: bool = False, **options: Any) -> Any:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return compiled(**options)
-
-    monkeypatch.setattr(kernels.numba, "njit", njit)
-
-    @kernels._kernel(set())
-    def twice(x: float) -> float:
-        return 2 * x
-
-    assert twice(4.0) == 8.0
-
-
-@pytest.mark.slow
-def test_processes_that_compile_at_once_give_the_same_and_leave_a_whole_cache(
-    tmp_path: Path,
-) -> None:
-    code = "import torch; from workers import fused; print(fused.signature(torch.bfloat16))"
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
-        )
-
-    together = [start() for _ in range(3)]
-    answers = {process.communicate(timeout=300)[0] for process in together}
-    assert answers == {start().communicate(timeout=300)[0]}
-    assert answers == {f"{fused.signature(torch.bfloat16)}\n"}
-    assert list(tmp_path.rglob("*.nbc"))
