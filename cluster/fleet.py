@@ -30,8 +30,8 @@ from offload_store.actor import OffloadStoreActor
 from scheduler.calls import ActorLost, CallFailed, within
 from scheduler.codec import decode
 from scheduler.errors import HaversackError, RequestFailed, StartupFailed
+from scheduler.fleet import WorkerDied
 from scheduler.messages import WorkerInfo
-from scheduler.supervisor import WorkerDied
 from workers import actor as worker_actor
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class RayFleet:
     # ---------------------------------------------------------------------------------- workers
 
     async def start(self, worker_id: str, epoch: int) -> tuple[RemoteWorker, WorkerInfo]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         creation = asyncio.ensure_future(in_thread(self._create_worker, worker_id))
         try:
             worker = RemoteWorker(worker_id, await asyncio.shield(creation), epoch)
@@ -96,7 +96,7 @@ class RayFleet:
             raise
 
     async def take_over(self, worker_id: str, epoch: int) -> tuple[RemoteWorker, WorkerInfo]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
             worker = RemoteWorker(worker_id, await in_thread(self._get, worker_id), epoch)
         except ValueError:
@@ -112,20 +112,20 @@ class RayFleet:
             raise
 
     async def find(self) -> list[str]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         parts = await in_thread(find_parts, self.namespace, self.name)
         found = [part for part in parts if part.startswith("worker-")]
         return sorted(found, key=lambda part: int(part.removeprefix("worker-")))
 
     async def shortage(self) -> str:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
             return await in_thread(self.describe_shortage)
         except Exception as error:  # whatever Ray raises while its head node is away
             return f"Ray does not say what there is: {error}"
 
     async def draining_nodes(self) -> dict[str, float]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
             deadlines = await in_thread(_draining_nodes)
         except Exception as error:  # whatever Ray raises while its head node is away
@@ -199,14 +199,14 @@ class RayFleet:
     # ------------------------------------------------------------------------------- the memory
 
     async def remember(self, memory: bytes) -> None:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
             await in_thread(_write_memory, self.namespace, self.name, _this_actor() + memory)
         except Exception as error:  # whatever Ray raises while its head node is away
             logger.warning("a restart of the scheduler will not know its workers: %s", error)
 
     async def recall(self) -> bytes | None:
-        """See `scheduler.supervisor.Fleet`.
+        """See `scheduler.fleet.Fleet`.
 
         A restart by Ray leaves an actor its id, so what another one wrote is of an earlier engine.
         """

@@ -68,7 +68,7 @@ async def call(who: str, answer: Awaitable[T]) -> T:
 
 
 class RemoteWorker:
-    """A `scheduler.supervisor.FleetWorker` behind the handle of a `WorkerActor`."""
+    """A `scheduler.fleet.FleetWorker` behind the handle of a `WorkerActor`."""
 
     def __init__(self, worker_id: str, handle: Any, epoch: int) -> None:
         """Call the worker as the scheduler of `epoch`."""

@@ -9,10 +9,11 @@ import pytest
 
 from scheduler.errors import InvalidConfig, ModelNotFound, StartupFailed, UnknownWorker
 from scheduler.events import AnyEvent, WorkerExpected, WorkerNotComing
+from scheduler.fleet import WorkerDied
 from scheduler.messages import WorkerInfo
 from scheduler.restarts import Death, RestartLimits, RestartPolicy
 from scheduler.scaling import Load, Scaling, ScalingLimits
-from scheduler.supervisor import Supervisor, WorkerDied
+from scheduler.supervisor import Supervisor
 from tests.loop_fakes import info, run, turns, until
 
 SOON = RestartLimits(max_restarts=3, max_in_first_step=2, first_delay_s=0.001, max_delay_s=0.002)
