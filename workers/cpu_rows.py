@@ -6,7 +6,7 @@ it obeys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 
 from workers import kernels
 from workers.logprobs import LOGPROBS_BYTES, Logits, rows_per_slice
+from workers.row_threads import over_rows
 
 
 class FusedRows:
@@ -62,12 +63,13 @@ class FusedRows:
     def ranks(self, values: torch.Tensor) -> torch.Tensor:
         """See `workers.logprobs.Rows`."""
         counts = torch.empty(values.shape, dtype=torch.int64)
-        kernels.count_greater(
-            *_addresses(self._logits),
-            self._largest.numpy(),
-            self._log_sums.numpy(),
-            values.contiguous().numpy(),
-            counts.numpy(),
+        _over_rows(
+            kernels.count_greater,
+            self._logits,
+            self._largest,
+            self._log_sums,
+            values.contiguous(),
+            counts,
         )
         return counts + 1
 
@@ -90,7 +92,7 @@ def normalise(logits: Logits) -> FusedRows:
     logits = _for_kernels(logits)
     largest, log_sums = torch.empty(2, logits.num_rows)
     best_ids = torch.empty(logits.num_rows, dtype=torch.int64)
-    kernels.normalise(*_addresses(logits), largest.numpy(), log_sums.numpy(), best_ids.numpy())
+    _over_rows(kernels.normalise, logits, largest, log_sums, best_ids)
     return FusedRows(logits, largest, log_sums, best_ids)
 
 
@@ -99,7 +101,7 @@ def top_1(logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
     logits = _for_kernels(logits)
     largest = torch.empty(logits.num_rows, 1)
     ids = torch.empty(logits.num_rows, 1, dtype=torch.int64)
-    kernels.argmax(*_addresses(logits), largest[:, 0].numpy(), ids[:, 0].numpy())
+    _over_rows(kernels.argmax, logits, largest[:, 0], ids[:, 0])
     return largest, ids
 
 
@@ -113,6 +115,20 @@ def _for_kernels(logits: Logits) -> Logits:
             parts.append(meant if meant.stride(1) == 1 else meant.contiguous())
             room -= part.shape[1]
     return Logits(parts, logits.vocab_size)
+
+
+def _over_rows(kernel: Callable[..., None], logits: Logits, *others: torch.Tensor) -> None:
+    """Call a kernel for all rows of `logits` and of `others`, each [rows] or [rows, some]."""
+    parts, like = _addresses(logits)
+    arrays = [other.numpy() for other in others]
+
+    def loop(rows: slice) -> None:
+        # Address and bytes from row to row of each part.
+        own = parts.copy()
+        own[:, 0] += rows.start * own[:, 1]
+        kernel(own, like, *(array[rows] for array in arrays))
+
+    over_rows(loop, logits.num_rows, logits.vocab_size)
 
 
 def _addresses(logits: Logits) -> tuple[npt.NDArray[np.int64], np.uint16 | np.float32]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from workers import compiled, kernels
 from workers.logprobs import Logits, normalise, select_rows, top_1
+from workers.row_threads import over_rows
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _GATED_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -49,7 +50,13 @@ class FusedNorm(nn.Module):
         """Return the norm over the last dimension of x, any shape."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty_like(rows)
-        kernels.rms_norm(as_array(rows), self._scale, self._eps, self._rounds_first, as_array(out))
+        x_rows, out_rows = as_array(rows), as_array(out)
+        over_rows(
+            lambda part: kernels.rms_norm(
+                x_rows[part], self._scale, self._eps, self._rounds_first, out_rows[part]
+            ),
+            *rows.shape,
+        )
         return out.view(x.shape)
 
 
@@ -93,7 +100,8 @@ class GatedMLP(nn.Module):
 def _silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    kernels.gate_silu(*(as_array(x.view(-1)) for x in (gate, up, out)))
+    arrays = [as_array(x.view(-1)) for x in (gate, up, out)]
+    over_rows(lambda part: kernels.gate_silu(*(array[part] for array in arrays)), gate.numel(), 1)
     return out
 
 
@@ -171,7 +179,10 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     """Return x [1, heads, tokens, width] turned by cos and sin [1, tokens, width]."""
     rows = x[0].transpose(0, 1).contiguous()
     out = torch.empty_like(rows)
-    kernels.rotate(*(as_array(y) for y in (rows, cos[0].contiguous(), sin[0].contiguous(), out)))
+    arrays = [as_array(y) for y in (rows, cos[0].contiguous(), sin[0].contiguous(), out)]
+    over_rows(
+        lambda part: kernels.rotate(*(array[part] for array in arrays)), len(rows), rows[0].numel()
+    )
     return out.transpose(0, 1).unsqueeze(0)
 
 

@@ -4,7 +4,7 @@ The module knows arrays and formulas; it knows no torch, model or request. Numbe
 bfloat16 as its bits in uint16; all arithmetic is fp32. Rules:
 - A row (or an element) is computed by a loop of its own, so its bits do not depend on the rest of
   the batch, on alignment or on threads: each kernel runs on the thread that calls it, and lets go
-  of the interpreter's lock.
+  of the interpreter's lock, so that several can share the rows (`workers.row_threads`).
 - Elementwise formulas allow the compiler no freedom, so that numbers in whole vectors and those
   left over are rounded alike. Sums may be put into vectors, in an order that depends on the row's
   length (and on the machine: see `workers.fused.signature`).
