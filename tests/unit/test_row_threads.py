@@ -43,8 +43,15 @@ def test_every_row_is_done_once(num_rows: int) -> None:
 def test_as_many_threads_as_torch_has_work_at_once() -> None:
     """Each waits for the two others; little work stays on the thread that asks."""
     together = threading.Barrier(3, timeout=60)
-    over_rows(lambda rows: together.wait() and None, 7, MANY)
     seen: list[threading.Thread] = []
+
+    def meet(rows: slice) -> None:
+        together.wait()
+        seen.append(threading.current_thread())
+
+    over_rows(meet, 7, MANY)
+    assert len(set(seen)) == 3
+    seen.clear()
     over_rows(lambda rows: seen.append(threading.current_thread()), 7, 10)
     assert seen == [threading.current_thread()]
 
@@ -52,7 +59,7 @@ def test_as_many_threads_as_torch_has_work_at_once() -> None:
 @pytest.mark.parametrize("bad_row", [0, 6])
 @pytest.mark.usefixtures("threads")
 def test_a_failure_comes_out_when_all_have_ended(bad_row: int) -> None:
-    """The others wait until the failing one is about to fail, and end after it."""
+    """Whether it is on the thread that asks or on another."""
     together = threading.Barrier(3, timeout=60)
     ended: list[int] = []
 
