@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,7 +66,18 @@ def bench(
     if done.returncode:
         raise typer.Exit(Exit.FAILED)
     if as_json:
-        show(json.loads(done.stdout.splitlines()[-1]), as_json)
+        show(_last_line(done.stdout), as_json)
+
+
+def _last_line(printed: str) -> dict[str, Any]:
+    """Return the JSON that a benchmark ends in; with --help and the like there is none."""
+    try:
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise InvalidRequest(
+            "it printed no line of JSON: leave out --json to see what it says", param="json"
+        ) from None
+    return found
 
 
 def _benchmarks() -> dict[str, str]:
