@@ -4,7 +4,7 @@ Rules:
 - A call ends in an answer, in the typed error that the scheduler raised, or in `Unreachable`.
 - Where Ray says that the actor is dead, it is looked up again by name: another one may have come in
   its place. Only a name that nobody has any more makes it absent.
-- A call is no part of the Ray task that it is made in. Ray cancels what a cancelled task has called,
+- A call is no part of the Ray task that it is made in. With a task Ray cancels what it has called,
   and Serve cancels the task of a client that hangs up: the word that ends its request, just sent,
   would never come through.
 The module knows no method of the scheduler, and retries nothing.
