@@ -337,12 +337,15 @@ class Supervisor:
             await asyncio.sleep(self._interval_s)
             nodes = await self._fleet.draining_nodes()
             for place in list(self._places):
-                if place.info is None or place.is_leaving or place.info.node_id not in nodes:
+                if place.info is None or place.is_leaving:
+                    continue
+                left_s = [nodes[node] for node in place.info.node_ids if node in nodes]
+                if not left_s:
                     continue
                 place.is_leaving = True
                 if self._limits.max_restarts > 0:
                     self._fill()
-                self._tasks.spawn(self._leave(place, nodes[place.info.node_id]))
+                self._tasks.spawn(self._leave(place, min(left_s)))
 
     async def _leave(self, place: Place, left_s: float) -> None:
         """Drain a worker from a node that is to go in `left_s` seconds."""

@@ -695,6 +695,23 @@ def test_workers_of_a_node_that_is_to_go_are_replaced_at_once_and_drained_in_tim
     run(test)
 
 
+def test_a_worker_leaves_when_the_node_of_any_of_its_processes_is_to_go() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        supervisor, engine = make(fleet, node_watch_interval_s=0.001), FakeEngine()
+        starting = asyncio.ensure_future(supervisor.start_all())
+        await fleet.up("worker-0", node_id="safe", other_node_ids=("soon", "spot"))
+        await fleet.up("worker-1", node_id="safe", other_node_ids=("safe",))
+        await starting
+        await supervisor.serve(engine)
+        fleet.draining = {"spot": 30.0, "soon": 10.0}
+        await until(lambda: bool(engine.drained))
+        assert engine.drained == [("worker-0", 8.0)]
+        assert engine.told() == ["+worker-2"]
+
+    run(test)
+
+
 def test_a_drain_that_the_engine_refuses_is_asked_for_again() -> None:
     async def test() -> None:
         class Refusing(FakeEngine):
