@@ -294,7 +294,7 @@ async def _reset(worker_id: str, worker: RemoteWorker, timeout_s: float) -> Work
         HaversackError: what it raised.
     """
     try:
-        return decode(await within(timeout_s, worker.reset(), worker_id), WorkerInfo)
+        info = decode(await within(timeout_s, worker.reset(), worker_id), WorkerInfo)
     except ActorLost as error:
         raise WorkerDied(str(error)) from None
     except CallFailed as error:
@@ -302,6 +302,8 @@ async def _reset(worker_id: str, worker: RemoteWorker, timeout_s: float) -> Work
         if isinstance(cause, RequestFailed):
             cause = StartupFailed(f"{worker_id} can't be started: {cause.message}")
         raise cause from None
+    worker.node_id = info.node_id
+    return info
 
 
 # ------------------------------------------------------------------------------ an engine's names

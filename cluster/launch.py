@@ -98,6 +98,8 @@ def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's own default gives way to everything else on the machine, its user's other work first.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # It says at every start how its ports are guarded, which docs/security.md does once.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     try:
         _init_ray(config.ray_address or (None if start else "auto"), config.namespace)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -83,6 +83,8 @@ class RemoteWorker:
         """
         self.handle = handle
         self.epoch = epoch
+        self.node_id = ""
+        """Where it is, once it has said so."""
         self._give_back = give_back
         self.num_steps_begun = 0
         self.num_steps_done = 0
@@ -240,6 +242,7 @@ class RemoteStore:
             action.block_ids,
             action.owned,
             action.replace,
+            worker.node_id,
         )
         return int(num_saved), int(num_copied)
 
@@ -249,6 +252,10 @@ class RemoteStore:
     async def retain(self, request_ids: list[str]) -> None:
         """Have it forget every request but these."""
         await self._call("retain", request_ids)
+
+    async def leave_node(self, node_id: str) -> None:
+        """Have it keep nothing on a node that nobody needs; see `OffloadStoreActor.leave_node`."""
+        await self._call("leave_node", node_id)
 
     async def stats(self) -> dict[str, int] | None:
         """Return its counters; None where it does not answer in time."""

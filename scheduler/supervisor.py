@@ -54,6 +54,8 @@ class Engine(Protocol):
 
     async def drain(self, worker_id: str, deadline_s: float) -> None: ...
 
+    def leave_node(self, node_id: str) -> None: ...
+
     def load(self) -> Load: ...
 
 
@@ -399,14 +401,19 @@ class Supervisor:
         self._give_no_hope(place, "it was not needed any more")
 
     async def _give_back(self, place: Place) -> None:
-        """Drain an idle worker."""
+        """Drain an idle worker, and leave its node where it was the last one there."""
         assert self._engine is not None
+        node_id = place.info.node_id if place.info is not None else ""
         try:
             await self._engine.drain(place.worker_id, _GIVE_BACK_S)
         except HaversackError as error:
             logger.info("worker %s is not given back: %s", place.worker_id, error)
             place.is_leaving = False
             self._places.want()
+            return
+        others = [other.info for other in self._places if other is not place]
+        if all(info is None or info.node_id != node_id for info in others):
+            self._engine.leave_node(node_id)
 
     # ----------------------------------------------------------------------------- bookkeeping
 

@@ -23,6 +23,7 @@ from workers import attention
 from workers.cpu_attention import MAX_HEAD_DIM
 from workers.exact_linear import ROW_MULTIPLE, Arithmetic, ExactLinear, make_exact
 from workers.kv_cache import LayerSpec
+from workers.logprobs import Logits
 from workers.model_store import (
     DEFAULT_MODEL,
     Progress,
@@ -52,25 +53,6 @@ _SUPPORTED = (
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _PROBE_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Logits:
-    """Rows of logits as the output layer makes them: a wide vocabulary in several products.
-
-    Putting large ones together costs as much as a good part of the products.
-    """
-
-    parts: list[torch.Tensor]
-    """Each [rows, some of the vocabulary], in its order."""
-    vocab_size: int
-    """Columns that mean something; the layer may have more."""
-
-    def rows(self, first: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return some rows, [rows, vocab]."""
-        parts = [part[first:end] for part in self.parts]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return whole[:, : self.vocab_size]
 
 
 @dataclass(frozen=True)
