@@ -175,6 +175,14 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """Tell of one of the model's names what the list tells."""
+    _engine_of(request).check_model(name)
+    listed = await models(request)
+    return next(each for each in listed["data"] if each["id"] == name)
+
+
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Answer 200 where the engine can compute, else 503 and why not."""

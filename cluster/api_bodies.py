@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from cluster.api_engine import ApiEngine
+from cluster.api_errors import most_telling
 from cluster.api_models import Body, packed
 from cluster.api_work import LARGE, Texts
 
@@ -53,12 +54,14 @@ class _BodyRequest(Request):
         """Return the body's JSON; of a large one the model that was made of it.
 
         Raises:
-            ValueError, RecursionError: it is no JSON.
-            RequestValidationError: it is large and not as the model wants it.
+            RequestValidationError: it is no JSON; or it is large and not as the model wants it.
         """
         data = await self.body()
         if len(data) <= LARGE or self._kind is None:
-            return json.loads(data)
+            try:
+                return json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise RequestValidationError([_no_json(error).error]) from None
         engine: ApiEngine = self.app.state.engine
         found = await engine.work(len(data), read_body, self._kind, data)
         if isinstance(found, Unreadable):
@@ -71,12 +74,14 @@ def read_body(texts: Texts, kind: type[Body], data: bytes) -> Body | Unreadable:
     try:
         body = kind.model_validate(json.loads(data))
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
+        first = most_telling(error.errors(include_input=False, include_url=False))
         place = ("body", *first["loc"])
         return Unreadable({"type": first["type"], "loc": place, "msg": first["msg"]})
     except (ValueError, RecursionError) as error:
-        reason = str(error)
-        error_of_json = {"type": "json_invalid", "loc": ("body",), "msg": reason}
-        return Unreadable(error_of_json | {"ctx": {"error": reason}})
+        return _no_json(error)
     packed(body)
     return body
+
+
+def _no_json(error: Exception) -> Unreadable:
+    return Unreadable({"type": "json_invalid", "loc": ("body",), "msg": str(error)})

@@ -29,7 +29,7 @@ from cluster.api_work import AT_ONCE, LARGE, Helper, Texts
 from cluster.client import Client
 from cluster.handle import RequestHandle
 from cluster.live_feed import MAX_ENDED, MAX_LIVE, Look
-from cluster.prompts import Prompt
+from cluster.prompts import Prompt, check_request_id
 from cluster.scoring import Score, ScoringParams
 from scheduler.errors import (
     Cancelled,
@@ -232,6 +232,7 @@ class ApiEngine:
             Overloaded: the queue has no room for all of them.
             EngineUnavailable: the engine is gone.
         """
+        check_request_id(options.request_id)
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         if num_chars > LARGE:
             prompts = await self.work(num_chars, encode_prompts, prompts)
@@ -287,6 +288,7 @@ class ApiEngine:
         Raises:
             HaversackError: the first one that a pair has.
         """
+        check_request_id(options.request_id)
         num_chars = sum(len(part) for pair in pairs for part in pair if isinstance(part, str))
         if num_chars > LARGE:
             pairs = await self.work(num_chars, encode_pairs, pairs, params)

@@ -45,6 +45,10 @@ class BodyTooLarge(HaversackError):
     """The body of the HTTP request is larger than this endpoint takes."""
 
 
+class UnreadableBody(HaversackError):
+    """The body is compressed, which this endpoint does not undo."""
+
+
 class _Kind(NamedTuple):
     status: int
     type: str
@@ -55,6 +59,7 @@ _KINDS: dict[type[HaversackError], _Kind] = {
     InvalidKey: _Kind(401, "authentication_error", "invalid_api_key"),
     UnknownModel: _Kind(404, "not_found_error", "model_not_found"),
     BodyTooLarge: _Kind(413, "invalid_request_error", "body_too_large"),
+    UnreadableBody: _Kind(415, "invalid_request_error", "unsupported_encoding"),
     RequestTooLarge: _Kind(400, "invalid_request_error", "request_too_large"),
     DuplicateRequest: _Kind(400, "invalid_request_error", "duplicate_request"),
     InvalidRequest: _Kind(400, "invalid_request_error", "invalid_value"),
@@ -144,8 +149,8 @@ def answer_to_invalid(errors: Sequence[Any], known_fields: Sequence[str]) -> Err
         errors: as pydantic lists them; the first one is told.
         known_fields: of the body's model, to name the nearest one.
     """
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    first = most_telling(errors)
+    place = _fields(first["loc"][1:])
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(place[-1], known_fields, n=1) if len(place) == 1 else []
@@ -153,13 +158,38 @@ def answer_to_invalid(errors: Sequence[Any], known_fields: Sequence[str]) -> Err
         message = f"unknown field {param!r}: this endpoint does not have it{hint}"
         return error_answer(400, message, code="unknown_field", param=param)
     if first["type"] == "json_invalid":
-        reason = (first.get("ctx") or {}).get("error", first["msg"])
-        return error_answer(400, f"the body is no valid JSON: {reason}", code="invalid_json")
+        return error_answer(400, f"the body is no valid JSON: {first['msg']}", code="invalid_json")
+    if first["type"] == "string_unicode" and not place:
+        message = "the body has a field whose name holds half of a character (a lone surrogate)"
+        return error_answer(400, message, code="unknown_field")
     if not place:
         message = "the body is no JSON object: send one, with content-type: application/json"
         return error_answer(400, message, code="invalid_json")
     message = first["msg"].removeprefix("Value error, ")
     return error_answer(400, f"{param}: {message}", code="invalid_value", param=param)
+
+
+def most_telling(errors: Sequence[Any]) -> Any:
+    """Return the error to tell: the first; of a field of several forms, that of the form given.
+
+    What pydantic lists first there is that the value is no text. What is wrong inside of a list
+    stands deeper.
+    """
+    first = errors[0]
+    *field, last = first["loc"]
+    if not _is_form(last):
+        return first
+    same = (error for error in errors if list(error["loc"][: len(field)]) == field)
+    return max(same, key=lambda error: len(error["loc"]))
+
+
+def _fields(place: Sequence[Any]) -> list[str]:
+    """Return a place in a body without the forms that pydantic names in it."""
+    return [str(part) for part in place[:1]] + [str(p) for p in place[1:] if not _is_form(p)]
+
+
+def _is_form(part: Any) -> bool:
+    return part == "str" or str(part).startswith("list[")
 
 
 def _sendable(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api_errors import BodyTooLarge, ErrorAnswer, InvalidKey, answer_to
+from cluster.api_errors import BodyTooLarge, ErrorAnswer, InvalidKey, UnreadableBody, answer_to
 from cluster.api_metrics import ApiMetrics
 from cluster.api_settings import ApiSettings, digest
 from cluster.otel import coming_from
@@ -58,6 +58,7 @@ class Guard:
         try:
             self._check_key(scope, headers)
             self._check_size(_number(headers.get("content-length")))
+            _check_encoding(headers.get("content-encoding", "identity"))
         except HaversackError as error:
             await send_error(answer_to(error), send)
             return
@@ -103,6 +104,13 @@ async def send_error(answer: ErrorAnswer, send: Send) -> None:
     raw: list[Any] = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": answer.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
+
+
+def _check_encoding(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnreadableBody(
+            f"bodies with content-encoding {encoding!r} are not taken here: send it as it is"
+        )
 
 
 def _number(written: str | None) -> int:

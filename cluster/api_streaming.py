@@ -3,6 +3,7 @@
 Rules:
 - A client that hangs up ends the work for it at once, whether it waited for an answer or read a
   stream.
+- What an answer holds is given back, at whichever moment whoever waits for it is cancelled.
 - A stream that has begun has its status already: an error that comes later is an event, in the
   shape that the body of an error has. In any case `[DONE]` is last.
 - What is long is sent in parts: handing on all of it at once would hold up everybody else.
@@ -28,6 +29,8 @@ from scheduler.outputs import CompletionDelta
 
 _DONE = b"data: [DONE]\n\n"
 _PART_BYTES = 2**20
+_closing: set[asyncio.Future[None]] = set()
+"""Streams that are being closed; the event loop itself would let go of them."""
 
 Found = TypeVar("Found")
 Bytes: TypeAlias = "bytes | np.ndarray[Any, np.dtype[np.uint8]]"
@@ -49,11 +52,25 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Found]) -> Fou
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Cancelled("the client hung up")
+        # Nothing is waited for from here on: whoever is cancelled then would lose what was found.
+        gone.cancel()
         return task.result()
-    finally:
+    except BaseException:
         task.cancel()
         gone.cancel()
+        task.add_done_callback(_give_back)
         await asyncio.gather(task, gone, return_exceptions=True)
+        raise
+
+
+def _give_back(task: asyncio.Future[Any]) -> None:
+    """Close a stream that came too late: nobody will send it, and it holds requests."""
+    if not task.cancelled() and task.exception() is None:
+        found = task.result()
+        if isinstance(found, EventStream):
+            closing = asyncio.ensure_future(found.aclose())
+            _closing.add(closing)
+            closing.add_done_callback(_closing.discard)
 
 
 async def _gone(receive: Receive) -> None:
@@ -96,6 +113,10 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._answers = answers
         self._resources = resources
+
+    async def aclose(self) -> None:
+        """Give back what goes with it, where it is not sent."""
+        await self._resources.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._resources:

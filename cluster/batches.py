@@ -35,6 +35,7 @@ from cluster.batch_output import (
 from cluster.batch_parquet import ParquetOutput, check_pyarrow
 from cluster.batch_rows import RowResult, RowScorer, ScoringEngine
 from cluster.scoring import ScoringParams, refuse
+from scheduler.acceptance import most_logprobs, num_logprobs
 from scheduler.errors import HaversackError, InvalidRequest, OutputConflict
 
 STREAM = "-"
@@ -197,10 +198,12 @@ class Batch:
         Raises:
             OutputConflict: the output is of something else, another process writes it, or it
                 can't be written.
-            InvalidRequest: the input can't be read; with `strict`, a row is bad.
+            InvalidRequest: the input can't be read; more alternatives are asked for than the engine
+                gives; with `strict`, a row is bad.
             HaversackError: with `strict`, what became of a bad row.
             EngineUnavailable: the engine is gone.
         """
+        self._check_alternatives(engine)
         with contextlib.ExitStack() as stack:
             facts = self._facts()
             with _written_to(self._output):
@@ -224,6 +227,16 @@ class Batch:
             with _written_to(self._output):
                 output.complete()
         return progress
+
+    def _check_alternatives(self, engine: ScoringEngine) -> None:
+        """Refuse what would make every row a bad one."""
+        limits, k = engine.info.limits, self._options.params.logprobs
+        most = most_logprobs(limits)
+        if num_logprobs(k, limits) > most:
+            raise InvalidRequest(
+                f"logprobs={k} is not allowed: this engine gives at most {most} per token",
+                param="logprobs",
+            )
 
     def _facts(self) -> InputFacts | None:
         if self._source is None:

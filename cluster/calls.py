@@ -4,6 +4,9 @@ Rules:
 - A call ends in an answer, in the typed error that the scheduler raised, or in `Unreachable`.
 - Where Ray says that the actor is dead, it is looked up again by name: another one may have come in
   its place. Only a name that nobody has any more makes it absent.
+- A call is no part of the Ray task that it is made in. With a task Ray cancels what it has called,
+  and Serve cancels the task of a client that hangs up: the word that ends its request, just sent,
+  would never come through.
 The module knows no method of the scheduler, and retries nothing.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from contextvars import Context
 from typing import Any
 
 import ray
@@ -49,7 +53,7 @@ class SchedulerCalls:
                 "this process has left Ray: connect again and make a new client"
             )
         try:
-            return ray.get(getattr(self._scheduler, method).remote(*args), timeout=timeout_s)
+            return ray.get(self._send(method, args), timeout=timeout_s)
         except RayTaskError as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, HaversackError):
@@ -69,7 +73,11 @@ class SchedulerCalls:
         """Call without waiting for an answer; a scheduler out of reach is noticed elsewhere."""
         if ray.is_initialized():
             with contextlib.suppress(RayError, ConnectionError):
-                getattr(self._scheduler, method).remote(*args)
+                self._send(method, args)
+
+    def _send(self, method: str, args: tuple[Any, ...]) -> Any:
+        # Ray finds the task that a coroutine belongs to in its context.
+        return Context().run(getattr(self._scheduler, method).remote, *args)
 
     def _look_up(self, reason: str) -> None:
         try:

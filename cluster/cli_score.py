@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from cluster.cli_common import (
     Workers,
     engine,
     json_text,
+    perplexity_of,
     told_errors,
     traced,
     until_interrupted,
@@ -34,7 +34,7 @@ from cluster.cli_common import (
 from cluster.client import Client
 from cluster.report import Report
 from cluster.scoring import ScoringParams
-from scheduler.errors import HaversackError, OutputConflict
+from scheduler.errors import HaversackError, InvalidRequest, OutputConflict
 
 _MAX_TOLD_ERRORS = 10
 
@@ -121,8 +121,8 @@ def score(
     asked for, each token's. A bad row gets its error, and the exit code is 3. Beside the output
     stands OUTPUT.progress, without which it can't be gone on with.
     """
-    target = output or _default_output(source)
     with told_errors():
+        target = output or _default_output(source)
         options = BatchOptions(
             input_format=input_format,  # type: ignore[arg-type]  # it is checked there
             params=ScoringParams(logprobs=top_logprobs, truncate=truncate),
@@ -151,6 +151,8 @@ def score(
 
 
 def _check_report(html: Path, source: str, target: str) -> None:
+    if html.is_dir():
+        raise OutputConflict(f"{html} is a folder: give --html a file", path=str(html))
     if not html.parent.is_dir():
         raise OutputConflict(f"there is no folder {html.parent}: make it first", path=str(html))
     if html.resolve() in [Path(name).resolve() for name in (source, target) if name != STREAM]:
@@ -188,7 +190,11 @@ def _run_with_report(
 
 
 def _default_output(source: str) -> str:
-    return STREAM if source == STREAM else str(Path(source).with_suffix(".scores.jsonl"))
+    if source == STREAM:
+        return STREAM
+    if not Path(source).is_file():
+        raise InvalidRequest(f"there is no file {source or repr(source)}", param="source")
+    return str(Path(source).with_suffix(".scores.jsonl"))
 
 
 class _Shown(BatchWatcher):
@@ -263,7 +269,6 @@ def _shown_progress(can_go_on: bool) -> Iterator[_Shown]:
 def _tell_end(progress: BatchProgress, target: str, as_json: bool) -> None:
     """Print the sum of it; on stderr where the results themselves go to stdout."""
     finished = progress.finished
-    known = finished.num_tokens and math.isfinite(finished.logprob)
     facts: dict[str, Any] = {
         "output": target,
         "num_rows": progress.num_done,
@@ -271,7 +276,7 @@ def _tell_end(progress: BatchProgress, target: str, as_json: bool) -> None:
         "num_failed": finished.num_failed,
         "num_tokens": finished.num_tokens,
         "logprob": finished.logprob,
-        "perplexity": _perplexity(finished.logprob, finished.num_tokens) if known else None,
+        "perplexity": perplexity_of(finished.logprob, finished.num_tokens),
         "elapsed_s": progress.elapsed_s,
         "tokens_per_s": progress.tokens_per_s,
     }
@@ -283,10 +288,3 @@ def _tell_end(progress: BatchProgress, target: str, as_json: bool) -> None:
             f"{finished.logprob:.4f}; {progress.tokens_per_s:.0f} tokens/s"
         )
     print(text, file=sys.stderr if target == STREAM else sys.stdout)
-
-
-def _perplexity(logprob: float, num_tokens: int) -> float | None:
-    try:
-        return math.exp(-logprob / num_tokens)
-    except OverflowError:
-        return None

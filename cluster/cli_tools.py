@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,8 +56,10 @@ def bench(
                 f"there is no benchmark {benchmark!r}: give one of {', '.join(known)}",
                 param="benchmark",
             )
+    arguments = [argument for argument in context.args if argument != "--json"]
+    as_json = as_json or len(arguments) < len(context.args)
     done = subprocess.run(
-        [sys.executable, "-m", f"{_BENCHES.name}.{benchmark}", *context.args],
+        [sys.executable, "-m", f"{_BENCHES.name}.{benchmark}", *arguments],
         cwd=_BENCHES.parent,
         stdout=subprocess.PIPE if as_json else None,
         text=True,
@@ -66,7 +68,18 @@ def bench(
     if done.returncode:
         raise typer.Exit(Exit.FAILED)
     if as_json:
-        show(json.loads(done.stdout.splitlines()[-1]), as_json)
+        show(_last_line(done.stdout), as_json)
+
+
+def _last_line(printed: str) -> dict[str, Any]:
+    """Return the JSON that a benchmark ends in; with --help and the like there is none."""
+    try:
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise InvalidRequest(
+            "it printed no line of JSON: leave out --json to see what it says", param="json"
+        ) from None
+    return found
 
 
 def _benchmarks() -> dict[str, str]:

@@ -26,6 +26,8 @@ Prompt: TypeAlias = "str | Sequence[int] | np.ndarray[Any, Any] | Mapping[str, A
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
 
 _FORMS = "give text, or one list of token ids"
+MAX_ID_CHARS = 512
+"""Of a request's id, which stands in every message about it."""
 _MAX_PRIORITY = 2**31 - 1
 
 
@@ -133,9 +135,9 @@ def check_arguments(
 
 def check_request_id(request_id: Any) -> None:
     """Raise `InvalidRequest` where that can't be a request's id."""
-    if not is_text(request_id) or request_id == "":
+    if not is_text(request_id) or not 0 < len(request_id) <= MAX_ID_CHARS:
         raise InvalidRequest(
-            f"request_id={request_id!r} is not allowed: give a non-empty string of whole "
+            f"request_id={request_id!r} is not allowed: give a string of 1 to {MAX_ID_CHARS} whole "
             "characters",
             param="request_id",
         )

@@ -11,6 +11,7 @@ The module knows Serve, and nothing of what the endpoint answers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -61,6 +62,8 @@ class Endpoint:
             StartupFailed: it does not come up.
         """
         self._name = f"haversack-{settings.engine.name}-{route_prefix.strip('/') or 'root'}"
+        # Its steps on the way up are nobody's business; what goes wrong is raised.
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         listening = _serve_address()
         self._owns_serve = listening is None
         if listening is None:

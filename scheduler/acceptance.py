@@ -134,7 +134,7 @@ def _check_token_ids_in_params(params: SamplingParams, config: SchedulerConfig) 
 def _check_num_logprobs(name: str, k: int | None, config: SchedulerConfig) -> None:
     if k is None:
         return
-    cap = config.vocab_size if config.max_logprobs == ALL_LOGPROBS else config.max_logprobs
+    cap = most_logprobs(config)
     if num_logprobs(k, config) > cap:
         raise InvalidRequest(
             f"{name}={k} is not allowed: give at most {cap}"
@@ -163,6 +163,11 @@ def _check_rows_size(
 def num_logprobs(k: int, config: SchedulerConfig) -> int:
     """Return how many alternatives `k` asks for; -1 is all of the vocabulary."""
     return config.vocab_size if k == ALL_LOGPROBS else k
+
+
+def most_logprobs(config: SchedulerConfig) -> int:
+    """Return how many alternatives a request may ask for."""
+    return num_logprobs(config.max_logprobs, config)
 
 
 def row_bytes(k: int, config: SchedulerConfig) -> int:

@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+_MAX_MESSAGE_CHARS = 8192
+"""Room for any text of ours and a traceback beside it."""
+
 
 class WireError(msgspec.Struct, frozen=True):
     """A `HaversackError` inside a message: the class by name, its text and its facts."""
@@ -23,10 +26,12 @@ class WireError(msgspec.Struct, frozen=True):
 class HaversackError(Exception):
     """Base of every error of the engine.
 
-    `details` holds the facts behind the text (numbers, names) for programs that want them.
+    `details` holds the facts behind the text (numbers, names) for programs that want them. Of a
+    text that is longer than anybody reads, since it shows what a user gave, the middle is left out.
     """
 
     def __init__(self, message: str, **details: str | int | float | bool | None) -> None:
+        message = _bounded(message)
         super().__init__(message)
         self.message = message
         self.details = details
@@ -37,6 +42,14 @@ class HaversackError(Exception):
     def to_wire(self) -> WireError:
         """Return this error as a message part."""
         return WireError(type(self).__name__, self.message, dict(self.details))
+
+
+def _bounded(message: str) -> str:
+    if len(message) <= _MAX_MESSAGE_CHARS:
+        return message
+    half = _MAX_MESSAGE_CHARS // 2 - 50
+    story = f" [... {len(message) - 2 * half} characters left out ...] "
+    return message[:half] + story + message[-half:]
 
 
 def _rebuild(cls: type[HaversackError], message: str, details: dict[str, Any]) -> HaversackError:

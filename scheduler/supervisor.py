@@ -54,6 +54,8 @@ class Engine(Protocol):
 
     async def drain(self, worker_id: str, deadline_s: float) -> None: ...
 
+    def leave_node(self, node_id: str) -> None: ...
+
     def load(self) -> Load: ...
 
 
@@ -335,12 +337,15 @@ class Supervisor:
             await asyncio.sleep(self._interval_s)
             nodes = await self._fleet.draining_nodes()
             for place in list(self._places):
-                if place.info is None or place.is_leaving or place.info.node_id not in nodes:
+                if place.info is None or place.is_leaving:
+                    continue
+                left_s = [nodes[node] for node in place.info.node_ids if node in nodes]
+                if not left_s:
                     continue
                 place.is_leaving = True
                 if self._limits.max_restarts > 0:
                     self._fill()
-                self._tasks.spawn(self._leave(place, nodes[place.info.node_id]))
+                self._tasks.spawn(self._leave(place, min(left_s)))
 
     async def _leave(self, place: Place, left_s: float) -> None:
         """Drain a worker from a node that is to go in `left_s` seconds."""
@@ -396,14 +401,19 @@ class Supervisor:
         self._give_no_hope(place, "it was not needed any more")
 
     async def _give_back(self, place: Place) -> None:
-        """Drain an idle worker."""
+        """Drain an idle worker, and leave its node where it was the last one there."""
         assert self._engine is not None
+        node_id = place.info.node_id if place.info is not None else ""
         try:
             await self._engine.drain(place.worker_id, _GIVE_BACK_S)
         except HaversackError as error:
             logger.info("worker %s is not given back: %s", place.worker_id, error)
             place.is_leaving = False
             self._places.want()
+            return
+        others = [other.info for other in self._places if other is not place]
+        if all(info is None or info.node_id != node_id for info in others):
+            self._engine.leave_node(node_id)
 
     # ----------------------------------------------------------------------------- bookkeeping
 

@@ -196,13 +196,14 @@ class ModelRunner:
             device=str(self._model.device),
             num_blocks=self._cache.num_blocks,
             block_size=self._cache.block_size,
-            block_bytes=self._cache.block_bytes,
+            block_bytes=self._cache.block_bytes * self._model.ranks.size,
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
             eos_token_ids=self._model.eos_token_ids,
             model_fingerprint=f"{self._model.fingerprint}-{self._cache.block_size}",
             pid=os.getpid(),
             node_id=node_id,
+            tensor_parallel_size=self._model.ranks.size,
         )
 
     def read_blocks(self, block_ids: Sequence[int]) -> ByteArray:
@@ -307,6 +308,11 @@ class ModelRunner:
             hidden = self._model.hidden_states(
                 torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
             )
+        self._finish(works, hidden)
+
+    def _finish(self, works: list[_Work], hidden: torch.Tensor) -> None:
+        """Make of a batch's hidden states [rows, hidden] what each chunk asks for."""
+        num_tokens = sum(work.span.num_tokens for work in works)
         finite = torch.isfinite(hidden[:num_tokens]).all(dim=1).cpu().numpy()
         starts = [work.span.first_row for work in works]
         for work, good in zip(works, np.logical_and.reduceat(finite, starts), strict=True):

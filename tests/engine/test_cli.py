@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cluster import Client, SamplingParams, cli_tools
+from cluster import Client, SamplingParams, cli_common, cli_tools
+from cluster.batch_output import StreamOutput
 from cluster.cli import app
 from tests.engine.conftest import DEADLINE_S, ENGINE, LASTING, NUM_CPUS, actors_of, wait_for
 
@@ -116,6 +118,10 @@ def test_the_version_is_the_installed_one(shell: CliRunner) -> None:
         (["top", "--name", "nobody"], "EngineUnavailable"),
         (["score", "/no-such-file.jsonl"], "InvalidRequest"),
         (["score", "/etc/hostname"], "InvalidRequest"),
+        (["score", ""], "InvalidRequest"),
+        (["score", "."], "InvalidRequest"),
+        (["score", "-", "--html", "."], "OutputConflict"),
+        (["score", "-", "-k", "301"], "InvalidRequest"),
         (["score", "-", "-o", "/no-such-folder/out.jsonl"], "OutputConflict"),
         (["score", "-", "-k", "-2"], "InvalidRequest"),
         (["score", "-", "--input-format", "csv"], "InvalidRequest"),
@@ -130,6 +136,64 @@ def test_what_a_user_did_wrong_is_said(shell: CliRunner, arguments: list[str], e
     assert done.stderr.startswith(f"{error}: ")
     assert "Traceback" not in done.output
     assert done.stdout == ""
+
+
+def test_bytes_that_are_no_text_are_said_to_be_none(
+    shell: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = shell.invoke(app, ["generate", "-"], input=b"\xff\xfe")
+    assert (done.exit_code, done.stderr.split(":")[0]) == (1, "InvalidRequest")
+    assert "UTF-8" in done.stderr
+    monkeypatch.setattr("sys.argv", ["haversack", "generate", "\udcff"])
+    done = shell.invoke(app, ["generate", "\udcff"])
+    assert (done.exit_code, done.stderr.split(":")[0]) == (1, "InvalidRequest")
+    assert "UTF-8" in done.stderr
+
+
+def test_a_stdout_that_takes_no_more_is_said_to(
+    shell: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli_common.out, "print", full)
+    done = shell.invoke(app, ["status"])
+    assert done.exit_code == 1
+    assert done.stderr == "OutputConflict: stdout can't be written: No space left on device\n"
+
+
+def test_whoever_reads_no_further_is_told_nothing(
+    shell: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in `haversack score - | head -1`."""
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(StreamOutput, "write", closed)
+    done = shell.invoke(app, ["score", "-"], input='{"prompt": "Hi there"}\n')
+    assert done.exit_code == 1
+    assert done.stderr == ""
+
+
+def test_names_of_requests_are_shown_as_they_are(shell: CliRunner, client: Client) -> None:
+    """Whatever somebody calls a request is no markup and no order to an operator's terminal."""
+    name = "[/b][red]x :skull: \x1b[2J"
+    handle = client.submit([40, 41, 42], LASTING, request_id=name)
+    wait_for(lambda: bool(client.requests()), "it is there")
+    for command in (["requests"], ["top", "--count", "1"]):
+        done = shell.invoke(app, command, env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        assert r"[/b][red]x :skull: \x1b[2J" in done.stdout
+        assert "\x1b[2J" not in done.stdout
+    handle.cancel()
+    handle.result(timeout=DEADLINE_S)
+
+
+def test_tokens_are_no_markup(shell: CliRunner) -> None:
+    done = shell.invoke(app, ["logprobs", "[/b]", "-k", "20"], env={"COLUMNS": "2000"})
+    assert done.exit_code == 0, done.output
+    assert "'['" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -243,9 +307,12 @@ def test_what_follows_a_benchmarks_name_goes_to_it(
     (folder / "fails.py").write_text(
         '"""Fails."""\nif __name__ == "__main__":\n    raise SystemExit(9)'
     )
+    (folder / "silent.py").write_text('"""Says nothing."""\nif __name__ == "__main__":\n    pass\n')
     monkeypatch.setattr(cli_tools, "_BENCHES", folder)
-    said = answer(CliRunner(), "bench", "echo", "--num-rows", "3")
-    assert said == {"result": ["--num-rows", "3"]}
+    said = answer(CliRunner(), "bench", "echo", "--num-rows", "3", "--help")
+    assert said == {"result": ["--num-rows", "3", "--help"]}
+    done = CliRunner().invoke(app, ["bench", "silent", "--json"])
+    assert (done.exit_code, done.stderr.split(":")[0]) == (1, "InvalidRequest")
     assert CliRunner().invoke(app, ["bench", "fails"]).exit_code == 1
 
 

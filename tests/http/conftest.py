@@ -121,12 +121,12 @@ def http(main_url: str, engine: Client) -> Iterator[httpx.Client]:
 
 
 @contextmanager
-def hung_up(url: str, path: str, body: dict[str, Any]) -> Iterator[None]:
+def hung_up(url: str, path: str, body: dict[str, Any]) -> Iterator[HTTPConnection]:
     """Send a request, and hang up at the end instead of waiting for its answer."""
     address = httpx.URL(url)
     caller = HTTPConnection(address.host, address.port, timeout=DEADLINE_S)
     caller.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    yield
+    yield caller
     caller.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -123,10 +124,61 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused_with_openais_code(
     assert error["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'"x"'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 5000,
+        b"[" * 100_000,
+        b'"x"',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
 def test_a_body_that_is_none(http: httpx.Client, content: bytes) -> None:
     headers = {"content-type": "application/json"}
-    refused(http.post("/v1/completions", content=content, headers=headers), 400)
+    error = refused(http.post("/v1/completions", content=content, headers=headers), 400)
+    assert error["code"] == "invalid_json"
+
+
+def test_a_compressed_body_is_refused_as_such(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    content = gzip.compress(b'{"prompt": "a"}')
+    error = refused(http.post("/v1/completions", content=content, headers=headers), 415)
+    assert error["code"] == "unsupported_encoding"
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "word"),
+    [
+        (None, "messages.0.content", "string"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages.0.content.0.type", "text"),
+        ([{"type": "text", "text": 5}], "messages.0.content.0.text", "string"),
+    ],
+)
+def test_what_is_wrong_in_a_message_is_named_by_its_place(
+    http: httpx.Client, content: Any, param: str, word: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": content}]}
+    error = refused(http.post("/v1/chat/completions", json=body), 400)
+    assert error["param"] == param
+    assert word in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"] * 1000, "request_id": "x" * 100_000},
+        {"prompt": [[["x" * 1_000_000]]]},
+        {"prompt": "a", "model": "x" * 1_000_000},
+    ],
+)
+def test_a_refusal_does_not_send_all_back(http: httpx.Client, body: dict[str, Any]) -> None:
+    answer = http.post("/v1/completions", json=body | {"max_tokens": 0})
+    assert 400 <= answer.status_code < 500
+    assert len(answer.content) < 20_000
 
 
 def test_paths_and_models_that_are_not_there(http: httpx.Client, api: openai.OpenAI) -> None:

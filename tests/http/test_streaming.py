@@ -133,6 +133,28 @@ def test_a_client_that_leaves_its_stream_ends_the_request(
     assert num_aborted(engine) > before
 
 
+def test_clients_that_leave_at_any_moment_end_their_requests(
+    main_url: str, http: httpx.Client, engine: Client
+) -> None:
+    """Also those who leave before their stream has begun, or while it is being made."""
+    body = LASTING | {"stream": True, "echo": True, "logprobs": 1}
+
+    def leave(num_lines: int) -> None:
+        with hung_up(main_url, "/v1/completions", body) as caller:
+            answer = caller.getresponse() if num_lines else None
+            for _ in range(num_lines):
+                assert answer is not None
+                answer.readline()
+
+    leaving = [threading.Thread(target=leave, args=(i // 4,)) for i in range(24)]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join()
+    wait_for(lambda: not engine.requests(), "nothing goes on")
+    assert http.get("/health").status_code == 200
+
+
 def test_a_client_that_does_not_wait_ends_the_request(main_url: str, engine: Client) -> None:
     """It waits for an answer in one piece and hangs up: nothing goes on in its name."""
     before = num_aborted(engine)

@@ -71,6 +71,17 @@ def test_a_conversation_is_tokenized_as_the_chat_does(http: httpx.Client) -> Non
     assert http.post("/detokenize", json={"tokens": [300]}).status_code == 400
 
 
+def test_each_name_of_the_model_is_described_by_itself(
+    http: httpx.Client, api: openai.OpenAI
+) -> None:
+    listed = http.get("/v1/models").json()["data"]
+    assert [http.get(f"/v1/models/{each['id']}").json() for each in listed] == listed
+    assert api.models.retrieve(listed[0]["id"]).id == listed[0]["id"]
+    with pytest.raises(openai.NotFoundError) as raised:
+        api.models.retrieve("no/body")
+    assert raised.value.code == "model_not_found"
+
+
 def test_the_tokenizer_and_the_model_are_described(http: httpx.Client, api: openai.OpenAI) -> None:
     info = http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token_id"], info["vocab_size"]) == ("<eos>", 256, 300)

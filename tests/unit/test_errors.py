@@ -71,6 +71,15 @@ def test_the_text_is_shown_as_it_is(kind: type[HaversackError], message: str) ->
     assert str(kind(message)) == message
 
 
+def test_a_text_that_shows_what_a_user_gave_is_bounded() -> None:
+    error = HaversackError("begin " + "x" * 10_000_000 + " end")
+    assert len(error.message) < 10_000
+    assert error.message.startswith("begin ")
+    assert error.message.endswith(" end")
+    assert "characters left out" in error.message
+    assert HaversackError("x" * 8192).message == "x" * 8192
+
+
 def test_callers_can_catch_what_they_know() -> None:
     assert issubclass(InvalidRequest, ValueError)
     assert issubclass(NumericalError, RequestFailed)

@@ -20,6 +20,7 @@ from scheduler.sampling_params import SEED_LIMIT, SamplingParams
         ("request_id", ""),
         ("request_id", 7),
         ("request_id", "half \ud800"),
+        ("request_id", "x" * 513),
         ("priority", True),
         ("priority", 1.0),
         ("priority", 2**31),
