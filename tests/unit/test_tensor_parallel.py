@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from tests.runner_driver import RunnerDriver
 from workers.kv_cache import ByteArray, KVCache, LayerSpec
 from workers.loader import LoadedModel, load_model
 from workers.model_runner import ModelRunner
+from workers.ranks import group
 from workers.ranks.group import Ranks
 from workers.ranks.runner import FollowingRunner, LeadingRunner
 from workers.ranks.shards import BlockShards
@@ -105,6 +107,14 @@ class Team:
 
 
 Make = Callable[..., Team]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def impatient() -> Iterator[None]:
+    """A rank that waits for one that failed fails too, where else a step's deadline ends it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_TIMEOUT", timedelta(seconds=30))
+        yield
 
 
 @pytest.fixture(scope="module")
