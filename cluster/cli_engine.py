@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import ray
 import typer
 
-from cluster.cli_common import Config, Json, Model, Name, Workers, engine, show, told_errors
+from cluster.cli_common import Config, Json, Model, Name, Ranks, Workers, engine, show, told_errors
 from cluster.config import EngineConfig
 from cluster.launch import EngineHandles, actor_name, connect_to_ray, start_engine, stop_engine
 from scheduler.errors import EngineUnavailable
@@ -26,6 +26,7 @@ def start(
     config: Config = None,
     model: Model = None,
     num_workers: Workers = None,
+    tensor_parallel_size: Ranks = None,
     name: Name = None,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +34,12 @@ def start(
 
     It stays until haversack stop. One that is there already is left as it is.
     """
-    given = {"model": model, "num_workers": num_workers, "name": name}
+    given = {
+        "model": model,
+        "num_workers": num_workers,
+        "tensor_parallel_size": tensor_parallel_size,
+        "name": name,
+    }
     with _on_cluster(config, given) as settings:
         is_new = start_engine(settings, wait=wait) is not None
         if wait and not is_new:

@@ -200,7 +200,7 @@ def _workers_table(workers: list[WorkerReport]) -> Table:
         table.add_row(
             worker.worker_id,
             worker.node_id[:8],
-            worker.device,
+            worker.devices,
             "draining" if worker.is_draining else "serving",
             str(worker.num_running),
             f"{worker.num_used_blocks} of {worker.num_blocks}",

@@ -13,6 +13,7 @@ from cluster.cli_common import (
     Json,
     Model,
     Name,
+    Ranks,
     Trace,
     Workers,
     engine,
@@ -63,6 +64,7 @@ def serve(
     config: Config = None,
     model: Model = None,
     num_workers: Workers = None,
+    tensor_parallel_size: Ranks = None,
     name: Name = None,
     as_json: Json = False,
 ) -> None:
@@ -73,7 +75,13 @@ def serve(
     with told_errors():
         limits = Limits(max_body_bytes, max_prompts, max_n, max_logprobs, max_logprob_entries)
         digests = key_digests([] if api_key is None else api_key.split(","))
-    with engine(config, model=model, num_workers=num_workers, name=name) as client:
+    chosen: dict[str, Any] = {
+        "model": model,
+        "num_workers": num_workers,
+        "tensor_parallel_size": tensor_parallel_size,
+        "name": name,
+    }
+    with engine(config, **chosen) as client:
         # Serve takes seconds to import, which other commands need not wait for.
         from cluster.serving import Endpoint
 

@@ -67,6 +67,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds in which workers should be through with what waits; see `max_workers`."""
     worker_idle_s: float = 300.0
     """Seconds for which a worker above `min_workers` has been of no use when it is given back."""
+    tensor_parallel_size: int = 1
+    """Processes that compute the model of each worker together, each with a share of its layers and
+    of its KV and with a GPU of its own, on one node where one has room. It must divide the model's
+    number of KV heads. Rows differ from those of another size by rounding."""
     device: str = "auto"
     """"cpu", "cuda", or "auto": cuda where the worker's node has it, else cpu."""
     dtype: str = "bfloat16"
@@ -76,7 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: int | None = None
     """KV blocks per worker; None takes as many as fit into `kv_cache_bytes`."""
     kv_cache_bytes: int = GIB
-    """Memory for KV blocks per worker, where `num_blocks` is None."""
+    """Memory for KV blocks per worker, all its processes together, where `num_blocks` is None."""
     max_num_batched_tokens: int = 512
     """Tokens per step of a worker, decodes and prefill chunks together."""
     max_num_seqs: int = 64
@@ -134,11 +138,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Replacements of a worker in a row of which none did any work, until it is not replaced any
     more; 0: no worker that is lost is replaced."""
     num_threads: int | None = None
-    """CPU threads per worker; None shares the node's cores out among its workers."""
+    """CPU threads per worker, or per process of one that has several; None shares the node's cores
+    out among them."""
     num_gpus_per_worker: float | None = None
-    """GPUs that Ray reserves per worker; None is 1 where workers run on cuda, else 0."""
+    """GPUs that Ray reserves per worker; None is 1 where workers run on cuda, else 0. Processes of
+    one worker have 1 each."""
     cpus_per_worker: float = 1.0
-    """CPUs that Ray reserves per worker; a reservation only, `num_threads` sets the threads."""
+    """CPUs that Ray reserves per worker, or per process of one that has several; a reservation
+    only, `num_threads` sets the threads."""
     startup_timeout_s: float = 300.0
     """Seconds until a start that has not come up fails and says what is missing, and for which
     requests wait for a worker when the last one was lost."""
@@ -161,6 +168,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 field="num_gpus_per_worker",
                 value="0",
                 allowed="a number > 0 with device='cuda'",
+            )
+        if self.tensor_parallel_size > 1 and self.num_gpus_per_worker not in (None, 0, 1):
+            raise InvalidConfig(
+                f"num_gpus_per_worker={self.num_gpus_per_worker:g} is not allowed with "
+                f"tensor_parallel_size={self.tensor_parallel_size}: each process has a GPU of its "
+                "own; give 1, or leave it out",
+                field="num_gpus_per_worker",
+                value=repr(self.num_gpus_per_worker),
+                allowed="1 with tensor_parallel_size > 1",
             )
         self._check_order("min_workers", "num_workers", "max_workers")
 
@@ -251,6 +267,7 @@ RULES: dict[str, Rule] = {
     "max_workers": optional(whole(1)),
     "target_queue_s": number(0.0, exclusive=True),
     "worker_idle_s": number(0.0),
+    "tensor_parallel_size": whole(1),
     "device": one_of("auto", "cpu", "cuda"),
     "dtype": one_of("bfloat16", "float16", "float32"),
     "block_size": whole(1),

@@ -25,13 +25,14 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
+from cluster.bundles import give_back, in_new_group
 from cluster.remote import RemoteStore, RemoteWorker, in_thread
 from offload_store.actor import OffloadStoreActor
 from scheduler.calls import ActorLost, CallFailed, within
 from scheduler.codec import decode
 from scheduler.errors import HaversackError, RequestFailed, StartupFailed
+from scheduler.fleet import WorkerDied
 from scheduler.messages import WorkerInfo
-from scheduler.supervisor import WorkerDied
 from workers import actor as worker_actor
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class RayFleet:
     model: str
     num_workers: int
     worker_options: dict[str, Any]
-    """For Ray: what each worker reserves, and its environment."""
+    """For Ray: what each process of a worker reserves, and its environment."""
     worker_settings: dict[str, Any]
     """Keyword arguments of each worker."""
     offload_bytes: int
@@ -74,17 +75,19 @@ class RayFleet:
     """In which a worker of an earlier scheduler ends its step."""
     transfer_timeout_s: float
     """Longest wait of the store for a worker that reads or writes a segment."""
+    tensor_parallel_size: int = 1
+    """Processes of each worker; several are in a placement group, a bundle each."""
     worker_class: type = worker_actor.WorkerActor
 
     # ---------------------------------------------------------------------------------- workers
 
     async def start(self, worker_id: str, epoch: int) -> tuple[RemoteWorker, WorkerInfo]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         creation = asyncio.ensure_future(in_thread(self._create_worker, worker_id))
         try:
-            worker = RemoteWorker(worker_id, await asyncio.shield(creation), epoch)
+            worker = self._remote(worker_id, await asyncio.shield(creation), epoch)
         except asyncio.CancelledError:
-            RemoteWorker(worker_id, await creation, epoch).kill()
+            self._remote(worker_id, await creation, epoch).kill()
             raise
         except Exception as error:  # whatever Ray raises while its head node is away
             raise WorkerDied(f"{worker_id} can't be made: {error}") from None
@@ -96,10 +99,11 @@ class RayFleet:
             raise
 
     async def take_over(self, worker_id: str, epoch: int) -> tuple[RemoteWorker, WorkerInfo]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
-            worker = RemoteWorker(worker_id, await in_thread(self._get, worker_id), epoch)
+            worker = self._remote(worker_id, await in_thread(self._get, worker_id), epoch)
         except ValueError:
+            await in_thread(self._give_back, worker_id)
             raise WorkerDied(f"{worker_id} has ended") from None
         try:
             try:
@@ -112,20 +116,22 @@ class RayFleet:
             raise
 
     async def find(self) -> list[str]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         parts = await in_thread(find_parts, self.namespace, self.name)
         found = [part for part in parts if part.startswith("worker-")]
+        if self.tensor_parallel_size > 1:
+            await in_thread(give_back_groups, self.namespace, self.name, found)
         return sorted(found, key=lambda part: int(part.removeprefix("worker-")))
 
     async def shortage(self) -> str:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
             return await in_thread(self.describe_shortage)
         except Exception as error:  # whatever Ray raises while its head node is away
             return f"Ray does not say what there is: {error}"
 
     async def draining_nodes(self) -> dict[str, float]:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
             deadlines = await in_thread(_draining_nodes)
         except Exception as error:  # whatever Ray raises while its head node is away
@@ -154,11 +160,31 @@ class RayFleet:
         finally:
             pong.cancel()
 
+    def _remote(self, worker_id: str, handle: Any, epoch: int) -> RemoteWorker:
+        return RemoteWorker(worker_id, handle, epoch, lambda: self._give_back(worker_id))
+
     def _create_worker(self, worker_id: str) -> Any:
         """Ask Ray for a worker. It may wait for room; ValueError: the name is taken."""
         kind = _actor_class(self.worker_class, concurrency_groups=worker_actor.CONCURRENCY_GROUPS)
         options = self._options(worker_id) | _SPREAD | self.worker_options
-        return kind.options(**options).remote(worker_id, self.model, **self.worker_settings)
+        if self.tensor_parallel_size > 1:
+            options["scheduling_strategy"] = in_new_group(
+                _group_name(self.namespace, self.name, worker_id),
+                self.tensor_parallel_size,
+                {kind: amount for kind, amount in self._each().items() if amount},
+                resources_of_nodes(),
+            )
+        try:
+            return kind.options(**options).remote(worker_id, self.model, **self.worker_settings)
+        except BaseException:
+            self._give_back(worker_id)
+            raise
+
+    def _give_back(self, worker_id: str) -> None:
+        """Give back the room of a worker of several processes. Blocks."""
+        if self.tensor_parallel_size > 1:
+            own = _group_name(self.namespace, self.name, worker_id)
+            give_back(lambda name: name == own)
 
     # ------------------------------------------------------------------------ the other actors
 
@@ -199,14 +225,14 @@ class RayFleet:
     # ------------------------------------------------------------------------------- the memory
 
     async def remember(self, memory: bytes) -> None:
-        """See `scheduler.supervisor.Fleet`."""
+        """See `scheduler.fleet.Fleet`."""
         try:
             await in_thread(_write_memory, self.namespace, self.name, _this_actor() + memory)
         except Exception as error:  # whatever Ray raises while its head node is away
             logger.warning("a restart of the scheduler will not know its workers: %s", error)
 
     async def recall(self) -> bytes | None:
-        """See `scheduler.supervisor.Fleet`.
+        """See `scheduler.fleet.Fleet`.
 
         A restart by Ray leaves an actor its id, so what another one wrote is of an earlier engine.
         """
@@ -219,27 +245,35 @@ class RayFleet:
     def lacking(self) -> str:
         """Say what the whole cluster has too little of; empty where it has enough. Blocks."""
         total = resources("cluster_resources")
-        asked = {
-            "CPU": self.worker_options["num_cpus"],
-            "GPU": self.worker_options["num_gpus"],
-        }
+        num_processes = self.num_workers * self.tensor_parallel_size
         missing = [
-            f"{each * self.num_workers:g} {name} for {self.num_workers} workers with {each:g} each"
-            for name, each in asked.items()
-            if each * self.num_workers > total.get(name, 0)
+            f"{each * num_processes:g} {name} for {self._asked(f'{each:g}')}"
+            for name, each in self._each().items()
+            if each * num_processes > total.get(name, 0)
         ]
         return f"asked for {' and '.join(missing)}" if missing else ""
 
     def describe_shortage(self) -> str:
         """Say in sentences what is asked for, what there is, and what to do. Blocks."""
-        each = self.worker_options
+        bundle = " and ".join(f"{each:g} {name}" for name, each in self._each().items())
         return (
-            f"{self.num_workers} workers with {each['num_cpus']:g} CPU and {each['num_gpus']:g} "
-            f"GPU each are asked for. The cluster has {_describe(resources('cluster_resources'))},"
+            f"{self._asked(bundle)} are asked for. The cluster has "
+            f"{_describe(resources('cluster_resources'))},"
             f" of which {_describe(resources('available_resources'))} are free; no node has more "
             f"than {_describe(_largest_node())}. Ask for fewer or smaller workers, add nodes, or "
             "raise startup_timeout_s"
         )
+
+    def _each(self) -> dict[str, float]:
+        """Return what each process of a worker reserves."""
+        return {"CPU": self.worker_options["num_cpus"], "GPU": self.worker_options["num_gpus"]}
+
+    def _asked(self, each: str) -> str:
+        """Say how many workers there are to be, with so much for each process of them."""
+        size = self.tensor_parallel_size
+        if size == 1:
+            return f"{self.num_workers} workers with {each} each"
+        return f"{self.num_workers} workers of {size} bundles with {each} each"
 
     def _options(self, part: str) -> dict[str, Any]:
         return {
@@ -260,7 +294,7 @@ async def _reset(worker_id: str, worker: RemoteWorker, timeout_s: float) -> Work
         HaversackError: what it raised.
     """
     try:
-        return decode(await within(timeout_s, worker.reset(), worker_id), WorkerInfo)
+        info = decode(await within(timeout_s, worker.reset(), worker_id), WorkerInfo)
     except ActorLost as error:
         raise WorkerDied(str(error)) from None
     except CallFailed as error:
@@ -268,6 +302,8 @@ async def _reset(worker_id: str, worker: RemoteWorker, timeout_s: float) -> Work
         if isinstance(cause, RequestFailed):
             cause = StartupFailed(f"{worker_id} can't be started: {cause.message}")
         raise cause from None
+    worker.node_id = info.node_id
+    return info
 
 
 # ------------------------------------------------------------------------------ an engine's names
@@ -276,6 +312,21 @@ async def _reset(worker_id: str, worker: RemoteWorker, timeout_s: float) -> Work
 def part_name(engine_name: str, part: str) -> str:
     """Return the name of an engine's actor in its namespace."""
     return f"haversack-{engine_name}-{part}"
+
+
+def _group_name(namespace: str, engine_name: str, worker_id: str) -> str:
+    return f"{namespace}/{part_name(engine_name, worker_id)}"
+
+
+def give_back_groups(namespace: str, engine_name: str, keep: list[str]) -> None:
+    """Give back the room of an engine's workers, but for those in `keep`. Blocks."""
+    prefix = _group_name(namespace, engine_name, "")
+
+    def is_theirs(name: str) -> bool:
+        part = name.removeprefix(prefix)
+        return name.startswith(prefix) and bool(_PART.fullmatch(part)) and part not in keep
+
+    give_back(is_theirs)
 
 
 def find_parts(namespace: str, engine_name: str) -> list[str]:
@@ -304,6 +355,7 @@ def end_parts(namespace: str, engine_name: str, keep_scheduler: bool = False) ->
                 ray.kill(ray.get_actor(part_name(engine_name, part), namespace=namespace))
             except (RayError, ValueError) as error:
                 logger.debug("%s of engine %s has ended already: %s", part, engine_name, error)
+    give_back_groups(namespace, engine_name, [])
     internal_kv._internal_kv_del(_memory_key(namespace, engine_name), namespace=_MEMORY_NAMESPACE)
 
 

@@ -208,16 +208,17 @@ def engine_spec(
         store_s=max(_MIN_STORE_S, 1.5 * patience_s),
         ping_s=max(_MIN_PING_S, 0.5 * patience_s),
     )
+    options = {
+        "num_cpus": config.cpus_per_worker,
+        "num_gpus": num_gpus,
+        "runtime_env": {"env_vars": worker_variables(num_threads)},
+    }
     fleet = RayFleet(
         namespace=config.namespace,
         name=config.name,
         model=config.model,
         num_workers=num_workers,
-        worker_options={
-            "num_cpus": config.cpus_per_worker,
-            "num_gpus": num_gpus,
-            "runtime_env": {"env_vars": worker_variables(num_threads)},
-        },
+        worker_options=options,
         worker_settings={
             "device": "cuda" if num_gpus else "cpu",
             "dtype": config.dtype,
@@ -225,7 +226,10 @@ def engine_spec(
             "kv_bytes": config.kv_cache_bytes,
             "block_size": config.block_size,
             "num_threads": num_threads,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "rank_options": options,
         },
+        tensor_parallel_size=config.tensor_parallel_size,
         offload_bytes=config.offload_bytes,
         startup_timeout_s=config.startup_timeout_s,
         takeover_timeout_s=config.max_steps_in_flight
@@ -320,7 +324,7 @@ def kill_engine(handles: EngineHandles) -> None:
 
 
 def _gpus_per_worker(config: EngineConfig) -> float:
-    """Return the GPUs to reserve per worker; more than 0 means that workers run on cuda."""
+    """Return the GPUs for each process of a worker; more than 0: workers run on cuda."""
     has_gpu = resources("cluster_resources").get("GPU", 0) > 0
     if config.device == "cpu" or (config.device == "auto" and not has_gpu):
         return 0.0
@@ -329,8 +333,9 @@ def _gpus_per_worker(config: EngineConfig) -> float:
 
 
 def _workers_at_start(config: EngineConfig, num_gpus: float) -> int:
-    """Return one worker per GPU that the cluster has now, or else one, within what is allowed."""
-    has = int(resources("cluster_resources").get("GPU", 0) / num_gpus) if num_gpus else 1
+    """Return as many workers as the cluster's GPUs allow now, or else one, within the limits."""
+    gpus = resources("cluster_resources").get("GPU", 0)
+    has = int(gpus / num_gpus / config.tensor_parallel_size) if num_gpus else 1
     least = config.min_workers or 1
     return max(least, min(has, config.max_workers or has))
 
@@ -344,15 +349,16 @@ def _scaling(config: EngineConfig, num_workers: int) -> ScalingLimits | None:
 
 
 def _threads_per_worker(config: EngineConfig) -> int:
-    """Return a worker's fair share of the cluster's cores, at most one node's.
+    """Return the fair share of the cluster's cores, at most one node's, of a worker's process.
 
-    Where there are none yet, because the nodes for workers are still to come, it is what a worker
-    reserves.
+    Where there are none yet, because the nodes for workers are still to come, it is what such a
+    process reserves.
     """
     cores = [node.get("CPU", 0.0) for node in resources_of_nodes()]
     if not any(cores):
         return max(1, int(config.cpus_per_worker))
-    return max(1, int(min(sum(cores) / config.most_workers, max(cores))))
+    num_processes = config.most_workers * config.tensor_parallel_size
+    return max(1, int(min(sum(cores) / num_processes, max(cores))))
 
 
 def _is_private_ray() -> bool:

@@ -145,7 +145,7 @@ def worker_view(report: WorkerReport) -> dict[str, Any]:
     """Return what pages show of a worker, beside its past."""
     return {
         "id": report.worker_id,
-        "device": report.device,
+        "device": report.devices,
         "node": f"node {report.node_id[:8]}" if report.node_id else "",
         "state": "draining" if report.is_draining else "",
         "running": report.num_running,

@@ -68,12 +68,24 @@ async def call(who: str, answer: Awaitable[T]) -> T:
 
 
 class RemoteWorker:
-    """A `scheduler.supervisor.FleetWorker` behind the handle of a `WorkerActor`."""
+    """A `scheduler.fleet.FleetWorker` behind the handle of a `WorkerActor`."""
 
-    def __init__(self, worker_id: str, handle: Any, epoch: int) -> None:
-        """Call the worker as the scheduler of `epoch`."""
+    def __init__(
+        self, worker_id: str, handle: Any, epoch: int, give_back: Callable[[], None]
+    ) -> None:
+        """Call the worker as the scheduler of `epoch`.
+
+        Args:
+            worker_id: the worker's name in messages.
+            handle: of its actor.
+            epoch: see `workers.actor`.
+            give_back: gives back what was reserved for it beside its actor; may block.
+        """
         self.handle = handle
         self.epoch = epoch
+        self.node_id = ""
+        """Where it is, once it has said so."""
+        self._give_back = give_back
         self.num_steps_begun = 0
         self.num_steps_done = 0
         self._name = f"worker {worker_id}"
@@ -110,6 +122,7 @@ class RemoteWorker:
 
     def kill(self) -> None:
         _threads.submit(_kill, self.handle, True)
+        _threads.submit(self._give_back)
 
 
 def _kill(handle: Any, no_restart: bool) -> None:
@@ -229,6 +242,7 @@ class RemoteStore:
             action.block_ids,
             action.owned,
             action.replace,
+            worker.node_id,
         )
         return int(num_saved), int(num_copied)
 
@@ -238,6 +252,10 @@ class RemoteStore:
     async def retain(self, request_ids: list[str]) -> None:
         """Have it forget every request but these."""
         await self._call("retain", request_ids)
+
+    async def leave_node(self, node_id: str) -> None:
+        """Have it keep nothing on a node that nobody needs; see `OffloadStoreActor.leave_node`."""
+        await self._call("leave_node", node_id)
 
     async def stats(self) -> dict[str, int] | None:
         """Return its counters; None where it does not answer in time."""

@@ -146,6 +146,7 @@ class OffloadStoreActor:
         block_ids: list[int],
         owned: bool,
         replace: bool,
+        node_id: str = "",
     ) -> tuple[int, int]:
         """Copy a worker's blocks to the store, as far as they are not there and there is room.
 
@@ -159,6 +160,7 @@ class OffloadStoreActor:
             block_ids: where they are on the worker, one id per hash.
             owned: whether they are kept until the request is forgotten.
             replace: whether to copy also blocks whose stored bytes others saved.
+            node_id: of the worker.
 
         Returns:
             how many leading blocks the store holds now, and how many were copied.
@@ -169,7 +171,9 @@ class OffloadStoreActor:
         """
         self._check(epoch)
         _check_lengths(block_hashes, block_ids)
-        plan = self._store.prepare_save(request_id, block_hashes, owned=owned, replace=replace)
+        plan = self._store.prepare_save(
+            request_id, block_hashes, owned=owned, replace=replace, node_id=node_id
+        )
         unended = {segment_id for segment_id, _ in plan.segments}
         try:
             await self._read(worker, epoch, block_ids, plan, unended)
@@ -239,6 +243,13 @@ class OffloadStoreActor:
         For a scheduler that starts: no promise was made to it, and it knows no other request.
         """
         self._store.retain(request_ids)
+
+    async def leave_node(self, node_id: str) -> None:
+        """Drop what workers of a node saved and nobody counts on: none of them is there any more.
+
+        The arrays lie there until they are dropped, and Ray takes a node for idle that has none.
+        """
+        self._store.leave(node_id)
 
     async def stats(self) -> dict[str, int]:
         """Return the fields of `OffloadStoreStats`."""

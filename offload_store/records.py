@@ -93,6 +93,8 @@ class Segment(msgspec.Struct, eq=False):
     """The request that computed the bytes, until it is forgotten."""
     replace: bool
     """Whether the saver wants these bytes where others have saved the same blocks."""
+    node_id: str = ""
+    """Where the bytes lie."""
     is_saving: bool = True
     num_uses: int = 0
     """Entries of the indexes that point here; 0 while it is being saved."""

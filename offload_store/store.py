@@ -12,6 +12,8 @@ Rules:
   being saved is never evicted. The others go least recently used first; since every use touches
   the tail of a chain before its head, the head outlives the tail, which is useless without it.
 
+- Once nobody works on a node any more, what lies there and is not kept for somebody is dropped.
+
 The module knows no Ray, no clock and no data: where the bytes are is its caller's business.
 """
 
@@ -74,6 +76,8 @@ class OffloadStore:
         self._shared: dict[bytes, Row] = {}
         self._holdings: dict[str, Holdings] = {}
         self._used_bytes = 0
+        self._left_node_ids: set[str] = set()
+        """Nodes where nobody works any more: no segment there is evictable."""
         self._next_segment_id = 0
         self._counters = Counters()
 
@@ -135,7 +139,13 @@ class OffloadStore:
     # -------------------------------------------------------------------------------- saving
 
     def prepare_save(
-        self, request_id: str, block_hashes: Sequence[bytes], *, owned: bool, replace: bool
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes],
+        *,
+        owned: bool,
+        replace: bool,
+        node_id: str = "",
     ) -> SavePlan:
         """Plan which blocks have to be copied, and take the room for them.
 
@@ -146,7 +156,9 @@ class OffloadStore:
             block_hashes: full blocks of the request, in order.
             owned: whether the request will come back for them: they stay until it is forgotten.
             replace: whether to copy also blocks whose stored bytes others saved.
+            node_id: where the copies will lie; somebody works there.
         """
+        self._left_node_ids.discard(node_id)
         missing = []
         present: dict[int, int] = {}
         for index, block_hash in enumerate(block_hashes):
@@ -166,6 +178,7 @@ class OffloadStore:
                 block_hashes,
                 missing[start : min(start + self._max_rows, num_copied)],
                 replace,
+                node_id,
             )
             for start in range(0, num_copied, self._max_rows)
         ]
@@ -206,7 +219,7 @@ class OffloadStore:
             else:
                 for request_id in segment.owned_by:
                     self._own(request_id, present.segment_id)
-        self._drop_dead(touched)
+        self._drop_unneeded(touched)
 
     def num_saved_blocks(self, plan: SavePlan, failed_segment_ids: Collection[int] = ()) -> int:
         """Return how many leading blocks of a save the store holds, once all its segments ended.
@@ -248,13 +261,22 @@ class OffloadStore:
                 self._segments[row.segment_id].num_uses -= 1
             else:
                 self._shared[block_hash] = row
-        self._drop_dead(holdings.saved)
+        self._drop_unneeded({*holdings.saved, *holdings.owned})
 
     def retain(self, request_ids: Iterable[str]) -> None:
         """Drop the pins of all requests, and forget every request but these."""
         kept = set(request_ids)
         for request_id in list(self._holdings):
             self.release(request_id, forget=request_id not in kept)
+
+    def leave(self, node_id: str) -> None:
+        """Drop what lies on a node where nobody works any more, so that the node can go.
+
+        What is kept for a request is dropped when that lets go of it. A save on the node says that
+        somebody works there again.
+        """
+        self._left_node_ids.add(node_id)
+        self._drop_unneeded(self._segments)
 
     def drop_segment(self, segment_id: int) -> None:
         """Forget a segment whose data is gone: its blocks are misses from now on."""
@@ -287,6 +309,11 @@ class OffloadStore:
         )
         if self._used_bytes > self._capacity_bytes:
             broken.append(f"{self._used_bytes} bytes used of {self._capacity_bytes}")
+        broken += [
+            f"segment {segment.segment_id} lies needlessly on {segment.node_id}, which was left"
+            for segment in self._segments.values()
+            if segment.is_evictable and segment.node_id in self._left_node_ids
+        ]
         if broken:
             raise InconsistentStore(f"the offload store is inconsistent: {'; '.join(broken)}")
 
@@ -323,7 +350,7 @@ class OffloadStore:
         unpinned, holdings.pinned, holdings.promised = holdings.pinned, set(), {}
         for segment_id in unpinned:
             self._segments[segment_id].pinned_by.discard(request_id)
-        self._drop_dead(unpinned)
+        self._drop_unneeded(unpinned)
         self._tidy(request_id)
 
     def _own(self, request_id: str, segment_id: int) -> None:
@@ -363,7 +390,12 @@ class OffloadStore:
         return free
 
     def _add_segment(
-        self, saver: str, block_hashes: Sequence[bytes], indices: list[int], replace: bool
+        self,
+        saver: str,
+        block_hashes: Sequence[bytes],
+        indices: list[int],
+        replace: bool,
+        node_id: str,
     ) -> SegmentPlan:
         segment = Segment(
             segment_id=self._next_segment_id,
@@ -371,6 +403,7 @@ class OffloadStore:
             num_bytes=len(indices) * self._block_bytes,
             saver=saver,
             replace=replace,
+            node_id=node_id,
         )
         self._next_segment_id += 1
         self._segments[segment.segment_id] = segment
@@ -397,11 +430,16 @@ class OffloadStore:
                 self._own(request_id, segment.segment_id)
         return old.segment_id
 
-    def _drop_dead(self, segment_ids: Iterable[int]) -> None:
+    def _drop_unneeded(self, segment_ids: Iterable[int]) -> None:
+        """Drop those that nobody can read, or that lie in the way of a node that may go."""
         for segment_id in list(segment_ids):
             segment = self._segments.get(segment_id)
-            if segment is not None and segment.is_dead:
+            if segment is None:
+                continue
+            if segment.is_dead:
                 self._drop(segment)
+            elif segment.is_evictable and segment.node_id in self._left_node_ids:
+                self._counters.num_evicted_blocks += self._drop(segment)
 
     def _drop(self, segment: Segment) -> int:
         """Drop a segment from every index; return how many blocks nobody new can read now."""

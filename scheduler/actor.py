@@ -36,6 +36,7 @@ from scheduler.errors import (
     InvalidRequest,
     StartupFailed,
 )
+from scheduler.fleet import Fleet
 from scheduler.journal import Journal
 from scheduler.lifetime import Tasks
 from scheduler.loop import SchedulerLoop
@@ -44,7 +45,7 @@ from scheduler.outbox import EngineInfo, EngineStats
 from scheduler.restarts import RestartLimits
 from scheduler.scaling import Scaling, ScalingLimits
 from scheduler.state import SchedulerState
-from scheduler.supervisor import Fleet, Supervisor
+from scheduler.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

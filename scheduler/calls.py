@@ -97,6 +97,9 @@ class Store(Protocol):
     async def retain(self, request_ids: list[str]) -> None:
         """Drop all pins, and all that is kept for other requests than these."""
 
+    async def leave_node(self, node_id: str) -> None:
+        """Drop what lies on a node where no worker is any more, and is kept for no request."""
+
     async def restart(self) -> None:
         """End it if it is still there; return once a fresh, empty one answers."""
 

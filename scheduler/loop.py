@@ -220,6 +220,10 @@ class SchedulerLoop:
             raise from_wire(refusal)
         await self._lifetime.until(ended)
 
+    def leave_node(self, node_id: str) -> None:
+        """Have nothing kept on a node where no worker is any more, unless a request needs it."""
+        self._store.leave_node(node_id)
+
     def worker_infos(self) -> list[WorkerInfo]:
         """Return the workers that have joined and not ended."""
         return self._workers.infos()

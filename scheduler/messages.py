@@ -121,6 +121,15 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """Equal for workers whose KV blocks are interchangeable bit for bit."""
     pid: int = 0
     node_id: str = ""
+    tensor_parallel_size: int = 1
+    """Processes that compute the model together."""
+    other_node_ids: tuple[str, ...] = ()
+    """Where those are, but for the first, which is the worker."""
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """Nodes without which the worker is lost."""
+        return (self.node_id, *self.other_node_ids)
 
 
 # ---------------------------------------------------------------- client -> scheduler -> client
@@ -233,6 +242,14 @@ class WorkerReport(msgspec.Struct, frozen=True):
     """Known tokens that it still has to compute."""
     num_blocks: int
     num_used_blocks: int
+    tensor_parallel_size: int = 1
+    """Processes that compute its model together, each on a device like `device`."""
+
+    @property
+    def devices(self) -> str:
+        """What it computes on, in words."""
+        size = self.tensor_parallel_size
+        return self.device if size == 1 else f"{size} x {self.device}"
 
 
 class WorkerUse(msgspec.Struct, frozen=True):

@@ -112,6 +112,7 @@ def worker_report(worker: WorkerView) -> WorkerReport:
         num_pending_tokens=num_pending_tokens(worker),
         num_blocks=worker.pool.num_blocks,
         num_used_blocks=worker.pool.num_used,
+        tensor_parallel_size=info.tensor_parallel_size,
     )
 
 

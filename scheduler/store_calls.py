@@ -90,7 +90,14 @@ class StoreCalls:
     def retain(self, request_ids: list[str]) -> None:
         """Have the store forget every request but these."""
         if self._store is not None:
-            self._spawn(self._retain(self._store, request_ids))
+            # What it keeps for those that are gone would never be given back.
+            self._spawn(self._tell(self._store.retain(request_ids)))
+
+    def leave_node(self, node_id: str) -> None:
+        """Have the store leave a node where no worker is any more."""
+        if self._store is not None:
+            # What it keeps there would keep the node from being taken for idle.
+            self._spawn(self._tell(self._store.leave_node(node_id)))
 
     # ------------------------------------------------------------------------------- the calls
 
@@ -135,12 +142,12 @@ class StoreCalls:
         except (CallFailed, ActorLost) as error:
             _note("release", action.request_id, error)
 
-    async def _retain(self, store: Store, request_ids: list[str]) -> None:
+    async def _tell(self, call: Awaitable[None]) -> None:
+        """Await a call that has to succeed: a store that fails it is replaced by an empty one."""
         lost = self._lost
         try:
-            await within(self._timeouts.store_s, store.retain(request_ids), _STORE, lost)
+            await within(self._timeouts.store_s, call, _STORE, lost)
         except (CallFailed, ActorLost) as error:
-            # What it keeps for those that are gone would never be given back.
             self._lose(lost, error)
 
     async def _ask(self, request_id: str, call: Callable[[Store], Awaitable[T]]) -> T:

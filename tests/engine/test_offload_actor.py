@@ -429,6 +429,19 @@ def test_a_new_scheduler_retains_what_its_requests_own(start_store, start_worker
     assert get(target.bytes_of.remote(ids(20, 10))) == expected
 
 
+def test_a_node_that_is_left_has_no_data_of_the_store_but_what_requests_own(
+    start_store, start_worker
+):
+    store, source = start_store(20), start_worker(1)
+    get(store.save.remote("gone", source, EPOCH, A, ids(0, 10), False, False, "left"))
+    get(store.save.remote("kept", source, EPOCH, B, ids(10, 10), True, False, "left"))
+    get(store.leave_node.remote("left"))
+    assert look(store, "reader", A) == 0
+    assert get(store.__ray_call__.remote(lambda store: len(store._data))) == 3, "of B"
+    get(store.release.remote("kept", True))
+    assert get(store.__ray_call__.remote(lambda store: len(store._data))) == 0
+
+
 def test_a_worker_that_hangs_costs_a_save_the_segments_it_did_not_read(
     start_store, start_worker, hang
 ):

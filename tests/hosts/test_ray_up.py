@@ -1,121 +1,33 @@
 """`ray up` with the repository's own file, over SSH, on fresh machines; then what happens to them.
 
-Only the lines that are marked EDIT differ from the file, and the engine is a tiny one. There is no
-package index, as in a closed network: the packages lie on the machines, and what is to be installed
-is Haversack. An operator's machine, which is no part of the cluster, does everything over the
-network: it starts the cluster, submits to it and takes it down. One machine is a spot instance.
+The operator's machine, which is no part of the cluster, starts it, submits to it and takes it down;
+see `tests.hosts.ray_up`. One machine is a spot instance.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import shutil
-import sysconfig
-import venv
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.hosts.conftest import (
     Console,
-    engine_settings,
     in_mid_prefill,
     make_fleet,
     wait_for,
 )
-from tests.hosts.fleet import SYSTEM_PATH, Fleet, Host
-from tests.hosts.ray_on_hosts import ENVIRONMENT, PYTHON, ROOT, ray_address
+from tests.hosts.fleet import SYSTEM_PATH, Host
+from tests.hosts.ray_on_hosts import ENVIRONMENT, PYTHON, ray_address
+from tests.hosts.ray_up import HOME, Cluster
 
 pytestmark = pytest.mark.slow
 
-MOUNTED = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
-PACKAGES = ("offload_store", "scheduler", "workers", "cluster")
 NUM_COMPUTED_TOKENS = 500
-UP_S = 240.0
 END_S = 60.0
-HOME = Path("/tmp")
-"""Of root, on every host."""
-
-
-class Cluster:
-    """Three machines for a cluster and one for its operator."""
-
-    def __init__(self, fleet: Fleet, model: Path) -> None:
-        """Give the operator a checkout with the few lines edited, and the machines packages."""
-        self.head, *self.machines, self.operator = fleet.hosts
-        self.checkout = self.operator.folder / "tmp" / "checkout"
-        copy_checkout(self.checkout)
-        shutil.copy(fleet.key, self.operator.folder / "tmp" / "key")
-        edit_ray_config(self.checkout / "ray_config.yaml", self.head, self.machines)
-        write_engine(self.checkout / "cluster" / "deploy" / "engine.yaml", self.head, model)
-        for host in [self.head, *self.machines]:
-            bake_packages(host)
-        # The head has been used for Ray before, which left something that the others do not have.
-        (self.head.folder / "tmp" / ".ray").mkdir()
-        (self.head.folder / "tmp" / ".ray" / "auth_token").write_text("5ec2e7" * 10)
-        # All hosts share the real machine's processors, and a process may take long to start.
-        patience = "export RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S=60\n"
-        (self.head.folder / "tmp" / ".bashrc").write_text(patience)
-
-    def ray(self, *arguments: str) -> str:
-        """Run Ray's command on the operator's machine, in the checkout."""
-        command = f'cd {HOME}/checkout && exec "$0" "$@"'
-        ray = [PYTHON.parent / "ray", *arguments]
-        return self.operator.run(["bash", "-c", command, *ray], ENVIRONMENT, timeout_s=UP_S)
-
-
-def copy_checkout(target: Path) -> None:
-    """Copy what a node needs of the checkout, and the file that says so."""
-    target.mkdir(parents=True)
-    for name in (*MOUNTED, "ray_config.yaml"):
-        shutil.copy(ROOT / name, target / name)
-    for name in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, target / name, ignore=ignored)
-
-
-def edit_ray_config(path: Path, head: Host, machines: list[Host]) -> None:
-    """Put in addresses, user and key, as the file's head tells its reader to."""
-    written = path.read_text()
-    for old, new in {
-        "192.0.2.10": head.address,
-        "192.0.2.11": machines[0].address,
-        "192.0.2.12": machines[1].address,
-        "ubuntu": "root",
-        "~/.ssh/id_ed25519": f"{HOME}/key",
-    }.items():
-        written, num_found = re.subn(rf"(?<= ){re.escape(old)}\b", new, written)
-        assert num_found == 1, old
-    path.write_text(written)
-
-
-def write_engine(path: Path, head: Host, model: Path) -> None:
-    """Have workers that each need a whole machine, as those with a GPU do."""
-    settings = engine_settings(head, model, 2)
-    del settings["ray_address"]
-    settings |= {"journal_path": "~/requests.db", "cpus_per_worker": os.cpu_count()}
-    path.write_text(yaml.safe_dump(settings))
-
-
-def bake_packages(host: Host) -> None:
-    """Have an environment on a host that sees every package of ours but Haversack itself."""
-    folder = host.folder / "tmp" / "haversack" / ".venv"
-    venv.create(folder, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    # Of a folder that a .pth file names no .pth files are read: so the checkout that these tests
-    # belong to, which was installed by one, stays out.
-    (site / "packages.pth").write_text("\n".join(sorted(paths)) + "\n")
-    ray = folder / "bin" / "ray"
-    body = (PYTHON.parent / "ray").read_text().partition("\n")[2]
-    ray.write_text(f"#!{HOME}/haversack/.venv/bin/python\n{body}")
-    ray.chmod(0o755)
 
 
 class SpotInstance:
@@ -202,7 +114,7 @@ def is_clean(host: Host) -> bool:
 @pytest.fixture
 def cluster(tmp_path: Path, tiny_model: Path) -> Iterator[Cluster]:
     with make_fleet(tmp_path, 4, tiny_model, ssh=True) as fleet:
-        yield Cluster(fleet, tiny_model)
+        yield Cluster(fleet, tiny_model, 2)
 
 
 def test_a_cluster_comes_up_outlives_its_machines_and_goes(cluster: Cluster) -> None:

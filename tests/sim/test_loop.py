@@ -84,6 +84,7 @@ async def harm(world: World, client: Client, rng: random.Random) -> None:
         case 7 if worker is not None and len(workers) > 1:
             with contextlib.suppress(InvalidRequest):  # it was lost before anybody noticed
                 await world.loop.drain(worker.runner.worker_id, 0.2)
+                world.loop.leave_node(worker.runner.worker_id)  # each is on a node of its own
         case 8:
             await client.reconnect()
         case 9 if live:

@@ -125,6 +125,7 @@ class StoreHandle:
         self.store.epoch = self.epoch
         self.load, self.save = self.store.load, self.store.save
         self.release, self.retain = self.store.release, self.store.retain
+        self.leave_node = self.store.leave_node
         self.restart = self.store.restart
 
     async def lookup(self, action: LookupBlocks) -> int:
@@ -193,7 +194,11 @@ class Store:
         self.check(worker.epoch)
         index, kept = self.index, self.data
         plan = index.prepare_save(
-            action.request_id, action.block_hashes, owned=action.owned, replace=action.replace
+            action.request_id,
+            action.block_hashes,
+            owned=action.owned,
+            replace=action.replace,
+            node_id=worker.worker.runner.worker_id,
         )
         failed = set()
         for segment_id, positions in plan.segments:
@@ -215,6 +220,10 @@ class Store:
     async def retain(self, request_ids: list[str]) -> None:
         await self._alive()
         self.index.retain(request_ids)
+
+    async def leave_node(self, node_id: str) -> None:
+        await self._alive()
+        self.index.leave(node_id)
 
     def check(self, epoch: int) -> None:
         """Refuse a scheduler in whose place another one has come."""

@@ -175,6 +175,8 @@ BAD_VALUES = [
     ("model", "  "),
     ("model", 7),
     ("model", None),
+    ("tensor_parallel_size", 0),
+    ("tensor_parallel_size", 1.0),
     ("num_gpus_per_worker", -0.5),
     ("num_gpus_per_worker", 1.5),
     ("num_gpus_per_worker", True),
@@ -309,6 +311,17 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         load(device="cuda", num_gpus_per_worker=0)
     assert load(device="cuda").num_gpus_per_worker is None
     assert load(device="cpu", num_gpus_per_worker=0).num_gpus_per_worker == 0.0
+
+
+def test_processes_of_one_worker_have_a_gpu_each() -> None:
+    """Two processes on one GPU could not talk to each other by NCCL."""
+    for share in (0.5, 2):
+        with pytest.raises(InvalidConfig, match="a GPU of its own") as caught:
+            load(tensor_parallel_size=2, num_gpus_per_worker=share)
+        assert caught.value.details["field"] == "num_gpus_per_worker"
+    assert load(tensor_parallel_size=2, num_gpus_per_worker=1).num_gpus_per_worker == 1.0
+    assert load(tensor_parallel_size=2, num_gpus_per_worker=0).tensor_parallel_size == 2
+    assert load(num_gpus_per_worker=0.5).tensor_parallel_size == 1
 
 
 # ---------------------------------------------------------------- files

@@ -67,6 +67,19 @@ def test_a_model_tells_what_the_engine_asks(llama: Path) -> None:
     assert model.tokenizer.decode(model.tokenizer.encode("Grüße, 世界\n")) == "Grüße, 世界\n"
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells what is mapped")
+def test_weights_are_pages_of_their_file_which_a_nodes_processes_share(llama: Path) -> None:
+    """Those that are used as they are in the file; others are made from them."""
+    weights = AutoModelForCausalLM.from_pretrained(llama).state_dict()
+    loaded = load_model(str(llama), dtype="float32")
+    embeddings = loaded.model.get_input_embeddings().weight
+    assert torch.equal(embeddings, weights["model.embed_tokens.weight"])
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0].split("-") for line in lines if str(llama) in line]
+    first, end = embeddings.data_ptr(), embeddings.data_ptr() + embeddings.nbytes
+    assert any(int(at, 16) <= first and end <= int(to, 16) for at, to in mapped)
+
+
 def test_windows_are_found_layer_by_layer(gemma3: Path) -> None:
     window = tiny_models.SLIDING_WINDOW
     assert [spec.sliding_window for spec in load_model(str(gemma3)).layers] == [

@@ -376,3 +376,20 @@ def test_a_store_leaves_nothing_behind() -> None:
         assert sizes(bench.loop) == before
 
     run(test)
+
+
+# ----------------------------------------------------------------------------- a node that may go
+
+
+def test_the_store_is_told_of_a_node_that_has_no_worker_any_more() -> None:
+    async def test() -> None:
+        store = FakeStore()
+        bench = Bench(store)
+        bench.loop.leave_node("a node")
+        await until(lambda: store.num_waiting("leave_node") == 1)
+        assert store.left_node_id == "a node"
+        await store.answer("leave_node", None)
+        await turns()
+        assert "restart" not in store.names
+
+    run(test)

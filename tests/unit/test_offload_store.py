@@ -34,8 +34,10 @@ class Store(OffloadStore):
             on_drop=self.dropped.append,
         )
 
-    def begin(self, request_id: str, hashes: Sequence[bytes], owned=False, replace=False):
-        plan = self.prepare_save(request_id, hashes, owned=owned, replace=replace)
+    def begin(
+        self, request_id: str, hashes: Sequence[bytes], owned=False, replace=False, node_id=""
+    ):
+        plan = self.prepare_save(request_id, hashes, owned=owned, replace=replace, node_id=node_id)
         self.validate()
         return plan
 
@@ -46,8 +48,8 @@ class Store(OffloadStore):
             self.validate()
         return self.num_saved_blocks(plan, {plan.segments[place].segment_id for place in failed})
 
-    def save(self, request_id: str, hashes: Sequence[bytes], owned=False, replace=False) -> int:
-        return self.end(self.begin(request_id, hashes, owned, replace))
+    def save(self, request_id: str, hashes: Sequence[bytes], **how) -> int:
+        return self.end(self.begin(request_id, hashes, **how))
 
     def look(self, request_id: str, hashes: Sequence[bytes], readable=10**6, own=0, skip=False):
         result = self.lookup(
@@ -534,6 +536,38 @@ def test_a_new_scheduler_keeps_what_its_requests_own_and_no_promise():
     store.retain([])
     store.validate()
     assert (store.stats.num_owned_segments, store.stats.num_requests) == (0, 0)
+
+
+def test_a_node_that_was_left_keeps_only_what_somebody_counts_on():
+    store = Store(40)
+    a, b, c, d = (chain(name, 3) for name in "abcd")
+    store.save("cached", a, node_id="left")
+    store.save("owner", b, owned=True, node_id="left")
+    store.save("second", b, owned=True, node_id="stays")
+    store.save("elsewhere", c, node_id="stays")
+    unended = store.begin("late", d, node_id="left")
+    store.look("reader", a[:1])
+    store.leave("left")
+    store.validate()
+    assert len(store.dropped) == 0, "one is promised, one owned, one on its way, one elsewhere"
+    store.let_go("reader")
+    assert store.hit_blocks("reader", a) == 0
+    assert store.end(unended) == 0, "nobody would come back for it"
+    store.let_go("owner", forget=True)
+    assert store.hit_blocks("reader", b) == 3, "another one has found it there and counts on it"
+    store.let_go("second", forget=True)
+    assert store.hit_blocks("reader", b) == 0
+    assert store.hit_blocks("reader", c) == 3
+    assert store.stats.num_evicted_blocks == 9
+    store.let_go("reader", forget=True)
+    assert store.stats.num_segments == 1
+
+
+def test_a_node_where_somebody_works_again_holds_cache_again():
+    store = Store(40)
+    store.leave("node")
+    store.save("x", A[:3], node_id="node")
+    assert store.hit_blocks("y", A) == 3
 
 
 def test_a_forgotten_copy_serves_everybody_where_the_shared_one_is_gone():

@@ -29,6 +29,7 @@ chains = st.sampled_from(CHAINS).flatmap(
     lambda chain: st.integers(1, len(chain)).map(lambda length: chain[:length])
 )
 limits = st.integers(0, 26)
+nodes = st.sampled_from(["near", "far"])
 rarely = st.sampled_from([False, False, False, True])
 
 
@@ -38,6 +39,7 @@ class Segment:
     author: tuple[str, int]
     """The request, and how many requests of that name were forgotten before it."""
     replace: bool
+    node: str
     is_saving: bool = True
     owners: set[str] = field(default_factory=set)
 
@@ -50,6 +52,7 @@ class Model:
         self.own: dict[tuple[tuple[str, int], bytes], int] = {}
         self.promises: dict[str, list[int]] = {}
         self.num_forgotten = dict.fromkeys(REQUESTS, 0)
+        self.left: set[str] = set()
 
     def author(self, request: str) -> tuple[str, int]:
         return (request, self.num_forgotten[request])
@@ -97,7 +100,8 @@ class Model:
         return {
             segment_id
             for segment_id, segment in self.segments.items()
-            if not (segment.is_saving or segment_id in read or self.pins(segment_id))
+            if not (segment.is_saving or self.pins(segment_id))
+            and (segment_id not in read or (segment.node in self.left and not segment.owners))
         }
 
     def arrive(self, segment_id: int) -> None:
@@ -149,16 +153,17 @@ class StoreBesideModel(RuleBasedStateMachine):
         for segment_id in list(expected):
             self.model.drop(segment_id)
 
-    @rule(request=requests, chain=chains, owned=st.booleans(), replace=st.booleans())
-    def start_save(self, request, chain, owned, replace):
-        self.begin_save(request, chain, owned, replace)
+    @rule(request=requests, chain=chains, owned=st.booleans(), replace=st.booleans(), node=nodes)
+    def start_save(self, request, chain, owned, replace, node):
+        self.begin_save(request, chain, owned, replace, node)
 
-    def begin_save(self, request, chain, owned, replace):
+    def begin_save(self, request, chain, owned, replace, node="near"):
         model = self.model
+        model.left.discard(node)
         at = [model.present(model.author(request), block, replace) for block in chain]
         missing = [index for index, segment_id in enumerate(at) if segment_id is None]
         victims = model.victims(len(missing), set(at))
-        plan = self.store.prepare_save(request, chain, owned=owned, replace=replace)
+        plan = self.store.prepare_save(request, chain, owned=owned, replace=replace, node_id=node)
         self.expect_drops(victims)
         fits = missing[: CAPACITY - model.used_blocks]
         assert plan.num_blocks == (len(chain) if fits == missing else missing[len(fits)])
@@ -166,7 +171,7 @@ class StoreBesideModel(RuleBasedStateMachine):
         assert all(1 <= len(indices) <= ROWS for _, indices in plan.segments)
         for segment_id, indices in plan.segments:
             hashes = [chain[index] for index in indices]
-            model.segments[segment_id] = Segment(hashes, model.author(request), replace)
+            model.segments[segment_id] = Segment(hashes, model.author(request), replace, node)
             model.least_recently_used.append(segment_id)
             for index in indices:
                 at[index] = segment_id
@@ -176,9 +181,9 @@ class StoreBesideModel(RuleBasedStateMachine):
                 model.segments[segment_id].owners.add(request)
         return plan
 
-    @rule(request=requests, chain=chains, owned=rarely, replace=rarely)
-    def save(self, request, chain, owned, replace):
-        plan = self.begin_save(request, chain, owned, replace)
+    @rule(request=requests, chain=chains, owned=rarely, replace=rarely, node=nodes)
+    def save(self, request, chain, owned, replace, node):
+        plan = self.begin_save(request, chain, owned, replace, node)
         for segment_id, _ in plan.segments:
             self.end(segment_id, ok=True)
         assert self.store.num_saved_blocks(plan) == plan.num_blocks
@@ -257,6 +262,15 @@ class StoreBesideModel(RuleBasedStateMachine):
         if forgotten is not None:
             self.model.forget(forgotten)
         self.expect_drops(self.model.dead())
+
+    @rule(node=nodes, really=rarely)
+    def leave(self, node, really):
+        if not really:
+            return
+        self.model.left.add(node)
+        dropped = self.model.dead()
+        self.store.leave(node)
+        self.expect_drops(dropped)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data(), really=rarely)

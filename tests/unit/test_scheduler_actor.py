@@ -38,6 +38,9 @@ class FakeStore:
         if self.error is not None:
             raise self.error
 
+    async def leave_node(self, node_id: str) -> None:
+        raise NotImplementedError(node_id)
+
     async def restart(self) -> None:
         self.is_restarted.set()
 

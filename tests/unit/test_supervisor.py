@@ -9,10 +9,11 @@ import pytest
 
 from scheduler.errors import InvalidConfig, ModelNotFound, StartupFailed, UnknownWorker
 from scheduler.events import AnyEvent, WorkerExpected, WorkerNotComing
+from scheduler.fleet import WorkerDied
 from scheduler.messages import WorkerInfo
 from scheduler.restarts import Death, RestartLimits, RestartPolicy
 from scheduler.scaling import Load, Scaling, ScalingLimits
-from scheduler.supervisor import Supervisor, WorkerDied
+from scheduler.supervisor import Supervisor
 from tests.loop_fakes import info, run, turns, until
 
 SOON = RestartLimits(max_restarts=3, max_in_first_step=2, first_delay_s=0.001, max_delay_s=0.002)
@@ -95,6 +96,7 @@ class FakeEngine:
         self.events: list[AnyEvent] = []
         self.joined: list[str] = []
         self.drained: list[tuple[str, float]] = []
+        self.left_node_ids: list[str] = []
         self.refusal: Exception | None = None
         self.num_tokens = 0
         """To do; workers have computed 1,000 in a second so far."""
@@ -116,6 +118,9 @@ class FakeEngine:
 
     async def drain(self, worker_id: str, deadline_s: float) -> None:
         self.drained.append((worker_id, deadline_s))
+
+    def leave_node(self, node_id: str) -> None:
+        self.left_node_ids.append(node_id)
 
     def told(self) -> list[str]:
         """What was said of workers that are to come: "+ID" to expect it, "-ID" not to."""
@@ -216,6 +221,33 @@ def test_an_idle_worker_is_drained_and_nobody_follows_it() -> None:
         assert [worker_id for worker_id, _ in engine.drained] == ["worker-1"]
         assert supervisor.num_ready() == 2
         assert len(fleet.asked) == 3
+
+    run(test)
+
+
+def test_a_node_is_left_with_the_last_worker_that_is_given_back() -> None:
+    """Two workers are on one node, and a third one, which stays, on another."""
+
+    async def test() -> None:
+        fleet, engine = FakeFleet(), FakeEngine()
+        supervisor = make(fleet, 3, **following())
+        starting = asyncio.ensure_future(supervisor.start_all())
+        await fleet.up("worker-0", node_id="stays")
+        await fleet.up("worker-1", node_id="goes")
+        await fleet.up("worker-2", node_id="goes")
+        await starting
+        await supervisor.serve(engine)
+        engine.busy = {"worker-0", "worker-1"}
+        await until(lambda: bool(engine.drained))
+        supervisor.worker_stopped("worker-2")
+        engine.joined.remove("worker-2")
+        await turns()
+        assert engine.left_node_ids == []
+        engine.busy = {"worker-0"}
+        await until(lambda: len(engine.drained) == 2)
+        supervisor.worker_stopped("worker-1")
+        engine.joined.remove("worker-1")
+        await until(lambda: engine.left_node_ids == ["goes"])
 
     run(test)
 
@@ -659,6 +691,23 @@ def test_workers_of_a_node_that_is_to_go_are_replaced_at_once_and_drained_in_tim
         await asyncio.sleep(0.01)
         assert engine.drained == [("worker-0", 28.0)]
         assert fleet.asked[2:] == ["start worker-2"]
+
+    run(test)
+
+
+def test_a_worker_leaves_when_the_node_of_any_of_its_processes_is_to_go() -> None:
+    async def test() -> None:
+        fleet = FakeFleet()
+        supervisor, engine = make(fleet, node_watch_interval_s=0.001), FakeEngine()
+        starting = asyncio.ensure_future(supervisor.start_all())
+        await fleet.up("worker-0", node_id="safe", other_node_ids=("soon", "spot"))
+        await fleet.up("worker-1", node_id="safe", other_node_ids=("safe",))
+        await starting
+        await supervisor.serve(engine)
+        fleet.draining = {"spot": 30.0, "soon": 10.0}
+        await until(lambda: bool(engine.drained))
+        assert engine.drained == [("worker-0", 8.0)]
+        assert engine.told() == ["+worker-2"]
 
     run(test)
 
