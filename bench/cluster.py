@@ -16,7 +16,8 @@ What two cores can do differs: some are two threads of one, and some of a machin
 `floor` has, in the same turns, the same ratio of two processes that do nothing but plain matrix
 products, and know nothing of each other; `of_floor` is ours over that. `memory_mib` has what each
 of the two workers keeps for itself, KV blocks included, and what it shares with others, such as the
-pages of the model's file: "pss" counts a page that several processes have in parts. A whole run writes `bench/results/cluster.json`. The last line is JSON.
+pages of the model's file: "pss" counts a page that several processes have in parts. A whole run
+writes `bench/results/cluster.json`. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -176,9 +176,9 @@ def most_telling(errors: Sequence[Any]) -> Any:
     stands deeper.
     """
     first = errors[0]
-    *field, last = first["loc"]
-    if not _is_form(last):
+    if not first["loc"] or not _is_form(first["loc"][-1]):
         return first
+    field = list(first["loc"][:-1])
     same = (error for error in errors if list(error["loc"][: len(field)]) == field)
     return max(same, key=lambda error: len(error["loc"]))
 

@@ -79,6 +79,7 @@ _WHAT_TO_DO: dict[str, str] = {
     "InvariantViolation": "Report it with its text.",
     "UnknownModel": "Give one of the names that `/v1/models` lists, or leave `model` out.",
     "InvalidKey": "Send a key as `Authorization: Bearer <key>`.",
+    "UnreadableBody": "Send the body as it is, without `content-encoding`.",
     "BodyTooLarge": "Send less at once, or start the endpoint with a larger `--max-body-bytes`.",
 }
 _BEFORE_THE_ENDPOINT = {

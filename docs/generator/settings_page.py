@@ -41,7 +41,8 @@ _OTHER_VARIABLES = {
     "HAVERSACK_API_KEY": "the keys that [the endpoint](http.md#keys) lets in, with commas between "
     "them",
     "HAVERSACK_BENCH_VENVS": "the folder for the environments of the benchmarks' peers",
-    "HAVERSACK_CACHE": "the folder for converted models; without it, `haversack` in "
+    "HAVERSACK_CACHE": "the folder for converted models and compiled code; without it, "
+    "`haversack` in "
     "`XDG_CACHE_HOME`, or in `~/.cache`",
 }
 _SIZES = {size(0).allowed, size(1).allowed}

@@ -146,6 +146,8 @@ def test_a_body_is_read_with_its_ids_as_arrays(texts: Texts, value: Any, wanted:
     [
         (b'{"prompt": "a", "n": "2"}', "int_type", ("body", "n")),
         (b'{"prompt": "a", "x": 1}', "extra_forbidden", ("body", "x")),
+        (b'{"prompt": "a", "stop": 5}', "string_type", ("body", "stop", "str")),
+        (b'{"prompt": "a", "stop": [5]}', "string_type", ("body", "stop", "list[str]", 0)),
         (b"{", "json_invalid", ("body",)),
         (b"\xff", "json_invalid", ("body",)),
         (b"[" * 100_000, "json_invalid", ("body",)),
