@@ -11,7 +11,8 @@ import typer
 
 from cluster.cli_common import Config, Json, Model, Name, Ranks, Workers, engine, show, told_errors
 from cluster.config import EngineConfig
-from cluster.launch import EngineHandles, actor_name, connect_to_ray, start_engine, stop_engine
+from cluster.connecting import connect_to_ray
+from cluster.launch import EngineHandles, actor_name, start_engine, stop_engine
 from scheduler.errors import EngineUnavailable
 
 

@@ -27,12 +27,13 @@ from cluster import otel
 from cluster.calls import SchedulerCalls
 from cluster.chrome_trace import ChromeTrace
 from cluster.config import EngineConfig
+from cluster.connecting import connect_to_ray
 from cluster.connection import Connection
 from cluster.generating import submit_as_room_comes
 from cluster.handle import RequestHandle
 from cluster.intake import Intake, Options
 from cluster.joining import check_agreement, chosen_settings, find_or_start
-from cluster.launch import EngineHandles, actor_name, connect_to_ray, stop_engine
+from cluster.launch import EngineHandles, actor_name, stop_engine
 from cluster.prompts import Prompt, check_request_id, is_one_prompt, is_seconds
 from cluster.scorer import Scorer
 from cluster.tracing import trace_all, trace_own

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import RULES, EngineConfig
+from cluster.connecting import where_else
 from cluster.launch import EngineHandles, find_engine, start_engine
 from scheduler.errors import EngineUnavailable, InvalidConfig, StartupFailed
 from scheduler.outbox import EngineInfo
@@ -56,7 +57,7 @@ def find_or_start(
         if not start:
             raise EngineUnavailable(
                 f"no engine called {config.name!r} is running in namespace {config.namespace!r}: "
-                "start one with cluster.Client(model=...)"
+                f"start one with cluster.Client(model=...){where_else()}"
             )
         started = start_engine(config, owner_client_id=owner_client_id)
         if started is not None:

@@ -363,7 +363,8 @@ def test_an_engine_that_was_started_to_stay_needs_its_starter_for_nothing(
     said = run_script(
         f"""
         from cluster.config import EngineConfig
-        from cluster.launch import connect_to_ray, start_engine
+        from cluster.connecting import connect_to_ray
+        from cluster.launch import start_engine
         config = EngineConfig(**{msgspec.structs.asdict(config)!r})
         connect_to_ray(config)
         print(start_engine(config) is not None)

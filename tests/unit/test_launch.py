@@ -8,7 +8,6 @@ import pytest
 
 from cluster import bundles, fleet, launch
 from cluster.config import EngineConfig
-from scheduler.errors import EngineUnavailable
 from scheduler.scaling import ScalingLimits
 
 
@@ -131,27 +130,3 @@ def test_the_number_of_workers_follows_the_load_where_it_may() -> None:
         EngineConfig(min_workers=1, num_workers=3, target_queue_s=5, worker_idle_s=60), 3
     )
     assert limits == ScalingLimits(1, 3, 5.0, 60.0)
-
-
-def test_a_head_that_could_not_serve_a_client_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It starts a process for each client from outside, and on a busy machine that may fail."""
-    answers: list[Exception | None] = [ConnectionError(f"{launch._NO_SERVER}: it ended"), None]
-    asked = []
-
-    def init(**arguments: Any) -> None:
-        asked.append(arguments["address"])
-        error = answers.pop(0)
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(launch.ray, "init", init)
-    config = EngineConfig(ray_address="ray://h:10001")
-    assert launch.connect_to_ray(config)
-    assert asked == ["ray://h:10001"] * 2
-    answers.append(ConnectionError("ray client connection timeout"))
-    with pytest.raises(EngineUnavailable, match=r"ray://h:10001 can't be reached"):
-        launch.connect_to_ray(config)
-    assert len(asked) == 3
