@@ -176,22 +176,32 @@ def test_whoever_reads_no_further_is_told_nothing(
     assert done.stderr == ""
 
 
+@pytest.fixture
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal where all of a table is seen: one's width is fixed where COLUMNS says it."""
+    monkeypatch.setattr(cli_common.out, "_width", 2000)
+
+
+@pytest.mark.usefixtures("_wide")
 def test_names_of_requests_are_shown_as_they_are(shell: CliRunner, client: Client) -> None:
     """Whatever somebody calls a request is no markup and no order to an operator's terminal."""
     name = "[/b][red]x :skull: \x1b[2J"
     handle = client.submit([40, 41, 42], LASTING, request_id=name)
-    wait_for(lambda: bool(client.requests()), "it is there")
-    for command in (["requests"], ["top", "--count", "1"]):
-        done = shell.invoke(app, command, env={"COLUMNS": "200"})
-        assert done.exit_code == 0, done.output
-        assert r"[/b][red]x :skull: \x1b[2J" in done.stdout
-        assert "\x1b[2J" not in done.stdout
-    handle.cancel()
+    try:
+        wait_for(lambda: bool(client.requests()), "it is there")
+        for command in (["requests"], ["top", "--count", "1"]):
+            done = shell.invoke(app, command)
+            assert done.exit_code == 0, done.output
+            assert r"[/b][red]x :skull: \x1b[2J" in done.stdout
+            assert "\x1b[2J" not in done.stdout
+    finally:
+        handle.cancel()
     handle.result(timeout=DEADLINE_S)
 
 
+@pytest.mark.usefixtures("_wide")
 def test_tokens_are_no_markup(shell: CliRunner) -> None:
-    done = shell.invoke(app, ["logprobs", "[/b]", "-k", "20"], env={"COLUMNS": "2000"})
+    done = shell.invoke(app, ["logprobs", "[/b]", "-k", "20"])
     assert done.exit_code == 0, done.output
     assert "'['" in done.stdout
 
