@@ -24,8 +24,10 @@ settings.load_profile("haversack")
 
 
 _ENGINE_FIXTURE, _ENGINE_UNIT = "shared_client", "one engine"
+_HOSTS_UNIT = "one set of hosts"
 _SHARING = {
     "tests/http/": "one endpoint",
+    "tests/hosts/": _HOSTS_UNIT,
     "tests/engine/test_batches.py": _ENGINE_UNIT,
     "tests/engine/test_cli.py": _ENGINE_UNIT,
     "tests/engine/test_client.py": _ENGINE_UNIT,
@@ -34,11 +36,12 @@ _SHARING = {
     "tests/engine/test_scoring.py": _ENGINE_UNIT,
     "tests/engine/test_tracing.py": _ENGINE_UNIT,
 }
-"""Tests, by how their ids begin, that share what takes long to start: they stay together."""
+"""Tests, by how their ids begin, that share what takes long to start, or what a machine has no room
+for twice: they stay together."""
 _LONGEST = (
     "tests/engine/test_kill_rounds.py",
     "tests/engine/test_lifecycle.py",
-    "tests/hosts/test_lost_hosts.py",
+    _HOSTS_UNIT,
     "tests/sim/test_state_machine.py",
     "one endpoint",
     _ENGINE_UNIT,
