@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,26 @@ def test_every_machine_of_ones_own_is_started(local: dict[str, Any]) -> None:
     assert node_type["min_workers"] == num_machines
     # The newer autoscaler, which is the default, starts one too few with this provider.
     assert variables(start_command(local, "head"))["RAY_enable_autoscaler_v2"] == "0"
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+@pytest.mark.parametrize(("num_failures", "exit_code"), [(0, 0), (2, 0), (3, 1)])
+def test_a_ray_that_does_not_start_is_started_again(
+    config: dict[str, Any], tmp_path: Path, role: str, num_failures: int, exit_code: int
+) -> None:
+    """It gives up where a busy machine takes long, and the autoscaler then drops the machine."""
+    calls = tmp_path / "calls"
+    ray = tmp_path / "ray"
+    ray.write_text(
+        f'#!/bin/sh\necho "$1" >> {calls}\n'
+        f'[ "$1" = stop ] || [ "$(grep -c start {calls})" -gt {num_failures} ]\n'
+    )
+    ray.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_HEAD_IP": "10.0.0.1"}
+    done = subprocess.run(["bash", "-c", start_command(config, role)], env=environment)
+    assert done.returncode == exit_code
+    expected = ["start", "stop"] * num_failures + ["start"] * (exit_code == 0)
+    assert calls.read_text().split() == expected
 
 
 def test_workers_are_spot_instances_and_the_head_is_not(repo_root: Path) -> None:
