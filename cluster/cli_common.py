@@ -188,8 +188,8 @@ class Interruption:
         self.has_come = True
         self._coming.put(None)
         # Whoever waits for stdin could not look here: it ends.
-        with suppress(OSError, ValueError, AttributeError):
-            os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+        with suppress(OSError, ValueError, AttributeError), open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), sys.stdin.fileno())
 
 
 @contextmanager

@@ -175,7 +175,13 @@ class RayFleet:
                 resources_of_nodes(),
             )
         try:
-            return kind.options(**options).remote(worker_id, self.model, **self.worker_settings)
+            return kind.options(**options).remote(
+                worker_id,
+                self.model,
+                **self.worker_settings,
+                tensor_parallel_size=self.tensor_parallel_size,
+                rank_options=self.worker_options,
+            )
         except BaseException:
             self._give_back(worker_id)
             raise

@@ -154,17 +154,16 @@ def engine_spec(
         store_s=max(_MIN_STORE_S, 1.5 * patience_s),
         ping_s=max(_MIN_PING_S, 0.5 * patience_s),
     )
-    options = {
-        "num_cpus": config.cpus_per_worker,
-        "num_gpus": num_gpus,
-        "runtime_env": {"env_vars": worker_variables(num_threads)},
-    }
     fleet = RayFleet(
         namespace=config.namespace,
         name=config.name,
         model=config.model,
         num_workers=num_workers,
-        worker_options=options,
+        worker_options={
+            "num_cpus": config.cpus_per_worker,
+            "num_gpus": num_gpus,
+            "runtime_env": {"env_vars": worker_variables(num_threads)},
+        },
         worker_settings={
             "device": "cuda" if num_gpus else "cpu",
             "dtype": config.dtype,
@@ -172,8 +171,6 @@ def engine_spec(
             "kv_bytes": config.kv_cache_bytes,
             "block_size": config.block_size,
             "num_threads": num_threads,
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "rank_options": options,
         },
         tensor_parallel_size=config.tensor_parallel_size,
         offload_bytes=config.offload_bytes,

@@ -77,7 +77,7 @@ class OffloadStore:
         self._holdings: dict[str, Holdings] = {}
         self._used_bytes = 0
         self._left_node_ids: set[str] = set()
-        """Nodes where nobody works any more: no segment there is evictable."""
+        """Nodes where nobody works any more, and what lies there is kept for somebody."""
         self._next_segment_id = 0
         self._counters = Counters()
 
@@ -277,6 +277,7 @@ class OffloadStore:
         """
         self._left_node_ids.add(node_id)
         self._drop_unneeded(self._segments)
+        self._forget_empty_nodes()
 
     def drop_segment(self, segment_id: int) -> None:
         """Forget a segment whose data is gone: its blocks are misses from now on."""
@@ -314,6 +315,8 @@ class OffloadStore:
             for segment in self._segments.values()
             if segment.is_evictable and segment.node_id in self._left_node_ids
         ]
+        occupied = {segment.node_id for segment in self._segments.values()}
+        broken += [f"{node} is remembered for nothing" for node in self._left_node_ids - occupied]
         if broken:
             raise InconsistentStore(f"the offload store is inconsistent: {'; '.join(broken)}")
 
@@ -441,6 +444,11 @@ class OffloadStore:
             elif segment.is_evictable and segment.node_id in self._left_node_ids:
                 self._counters.num_evicted_blocks += self._drop(segment)
 
+    def _forget_empty_nodes(self) -> None:
+        """Remember nodes that were left only as long as something lies there."""
+        if self._left_node_ids:
+            self._left_node_ids &= {segment.node_id for segment in self._segments.values()}
+
     def _drop(self, segment: Segment) -> int:
         """Drop a segment from every index; return how many blocks nobody new can read now."""
         del self._segments[segment.segment_id]
@@ -464,6 +472,8 @@ class OffloadStore:
             self._holdings[segment.saver].saved.discard(segment.segment_id)
         for request_id in holders:
             self._tidy(request_id)
+        if segment.node_id in self._left_node_ids:
+            self._forget_empty_nodes()
         if self._on_drop is not None:
             self._on_drop(segment.segment_id)
         return num_unshared

@@ -77,7 +77,7 @@ class _Group:
     """Where the group's rows start among all rows of the plan."""
     keys: _Copied
     values: list[_Copied]
-    """By partition: a product with parts of a larger matrix takes twice as long."""
+    """By partition: a product with parts of a larger matrix takes longer."""
     bias: torch.Tensor
     """[tiles, 1, rows, biased keys]: 0 or -inf, for the last keys of the tile."""
 

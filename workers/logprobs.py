@@ -7,7 +7,7 @@ The module knows logits and token ids; it knows no request and no model. Rules:
   that go over a row as it came from the output layer and keep nothing of it, which is all that is
   needed for a few tokens of each row, or torch, for rows of the whole vocabulary.
 - Equal logprobs are ordered by ascending token id, and share the better rank.
-- -inf is a legal logprob. NaN is not: such rows are reported by `has_nan`, and mean nothing.
+- -inf is a legal logprob. NaN is not: such rows are reported by `Rows.is_nan`, and mean nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Rows(Protocol):
         ...
 
     def is_nan(self) -> torch.Tensor:
-        """See `has_nan`."""
+        """Return bool [rows]: whether a row is spoilt, which one NaN or +inf logit does."""
         ...
 
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -164,11 +164,6 @@ def normalise(logits: Logits) -> Rows:
 
         return cpu_rows.normalise(logits)
     return DenseRows(torch.log_softmax(logits.joined(), dim=-1, dtype=torch.float32))
-
-
-def has_nan(rows: Rows) -> torch.Tensor:
-    """Return bool [rows]: whether a row is spoilt. One NaN or +inf logit spoils all of its row."""
-    return rows.is_nan()
 
 
 def select_rows(rows: Rows, targets: torch.Tensor, num_logprobs: int) -> RowTensors:

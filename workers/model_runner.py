@@ -43,7 +43,6 @@ from workers.logprobs import (
     LOGPROBS_BYTES,
     Logits,
     Rows,
-    has_nan,
     normalise,
     rows_per_slice,
     select_rows,
@@ -98,7 +97,7 @@ class _Tracked:
 
 
 @dataclass
-class _Work:
+class Work:
     """A chunk on its way through a step."""
 
     chunk: Chunk
@@ -109,7 +108,7 @@ class _Work:
     parts: list[Logprobs] = field(default_factory=list)
     sampled_token_id: int | None = None
     sampled_logprobs: Logprobs | None = None
-    more: list[_Work] = field(default_factory=list)
+    more: list[Work] = field(default_factory=list)
     """The decodes that followed, one after the other."""
 
     def result(self) -> ChunkResult:
@@ -128,7 +127,7 @@ class _Work:
             more_token_ids=int_array(more) if self.chunk.max_more_tokens else None,
         )
 
-    def next(self, first_row: int) -> _Work | None:
+    def next(self, first_row: int) -> Work | None:
         """Return the decode that follows as row `first_row` of a batch; None where none does."""
         last = self.more[-1] if self.more else self
         if (
@@ -138,7 +137,7 @@ class _Work:
         ):
             return None
         span = Span(first_row, last.span.end, 1, last.span.block_table)
-        work = _Work(_decode_of(self.chunk, span.start), self.tracked, span, self.tracked.last())
+        work = Work(_decode_of(self.chunk, span.start), self.tracked, span, self.tracked.last())
         self.more.append(work)
         return work
 
@@ -147,7 +146,7 @@ class _Work:
 class _RowsDue:
     """Rows that one chunk needs from the output layer."""
 
-    work: _Work
+    work: Work
     num_logprobs: int
     """Columns beside the actual token's."""
     token_ids: tuple[int, ...] | None
@@ -232,8 +231,8 @@ class ModelRunner:
         return ModelRunnerOutput(step.step_id, results, time.perf_counter() - started)
 
     def _results(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
-        works: list[_Work] = []
-        outcomes: list[_Work | ChunkResult] = []
+        works: list[Work] = []
+        outcomes: list[Work | ChunkResult] = []
         first_row = 0
         for chunk in chunks:
             known = self._tracked.get(chunk.request_id)
@@ -252,9 +251,9 @@ class ModelRunner:
             self._compute(works)
         while followers := _followers(works):
             self._compute(followers)
-        return [item.result() if isinstance(item, _Work) else item for item in outcomes]
+        return [item.result() if isinstance(item, Work) else item for item in outcomes]
 
-    def _admit(self, chunk: Chunk, first_row: int, taken: set[str]) -> _Work:
+    def _admit(self, chunk: Chunk, first_row: int, taken: set[str]) -> Work:
         """Take in what is new of a request, and check that its chunk can be computed."""
         tracked = _Tracked(chunk.new) if chunk.new else self._tracked.get(chunk.request_id)
         if tracked is None:
@@ -291,9 +290,9 @@ class ModelRunner:
             )
         tracked.block_table = table
         self._tracked[chunk.request_id] = tracked
-        return _Work(chunk, tracked, span, token_ids)
+        return Work(chunk, tracked, span, token_ids)
 
-    def _compute(self, works: list[_Work]) -> None:
+    def _compute(self, works: list[Work]) -> None:
         """Run the model over all chunks and fill in what each brought."""
         device = self._model.device
         num_tokens = sum(work.span.num_tokens for work in works)
@@ -310,7 +309,7 @@ class ModelRunner:
             )
         self._finish(works, hidden)
 
-    def _finish(self, works: list[_Work], hidden: torch.Tensor) -> None:
+    def _finish(self, works: list[Work], hidden: torch.Tensor) -> None:
         """Make of a batch's hidden states [rows, hidden] what each chunk asks for."""
         num_tokens = sum(work.span.num_tokens for work in works)
         finite = torch.isfinite(hidden[:num_tokens]).all(dim=1).cpu().numpy()
@@ -321,7 +320,7 @@ class ModelRunner:
         self._prompt_rows(works, hidden)
         self._sample(works, hidden)
 
-    def _fail(self, work: _Work, where: str) -> None:
+    def _fail(self, work: Work, where: str) -> None:
         """Fail one request for NaN or infinity, and wipe the KV that its chunk wrote."""
         work.error = NumericalError(
             f"request {work.chunk.request_id!r}: the model produced NaN or infinity in {where} "
@@ -338,7 +337,7 @@ class ModelRunner:
         picked = hidden.index_select(0, torch.from_numpy(index).to(hidden.device))
         return self._model.logits(picked)
 
-    def _prompt_rows(self, works: list[_Work], hidden: torch.Tensor) -> None:
+    def _prompt_rows(self, works: list[Work], hidden: torch.Tensor) -> None:
         """Make the prompt rows of all chunks, a slice of bounded size at a time."""
         due = []
         for work in works:
@@ -360,7 +359,7 @@ class ModelRunner:
     def _select(self, piece: list[_RowsDue], made: Rows) -> Iterator[tuple[_RowsDue, Logprobs]]:
         """Yield the rows of each request in a slice, failing those that met NaN."""
         first = 0
-        spoilt = has_nan(made).cpu().numpy()
+        spoilt = made.is_nan().cpu().numpy()
         for _, group in itertools.groupby(piece, key=_columns):
             members = list(group)
             targets = np.concatenate([rows.targets for rows in members]).astype(np.int64)
@@ -392,7 +391,7 @@ class ModelRunner:
                 parts.append(select_token_rows(made[rows], targets[rows], token_ids).to_host())
         return Logprobs.concat(parts)
 
-    def _sample(self, works: list[_Work], hidden: torch.Tensor) -> None:
+    def _sample(self, works: list[Work], hidden: torch.Tensor) -> None:
         """Sample the next token of each chunk that asks for it, with its row where asked for."""
         asking = [work for work in works if work.chunk.sample and work.error is None]
         for first in range(0, len(asking), self._rows_per_slice):
@@ -417,7 +416,7 @@ class ModelRunner:
                 work.tracked.take(token)
             self._sampled_rows(part, logits)
 
-    def _sampled_rows(self, works: list[_Work], logits: Logits) -> None:
+    def _sampled_rows(self, works: list[Work], logits: Logits) -> None:
         """Make the rows of sampled tokens; `works` has the first rows of `logits`."""
         asking = [
             (row, work, k)
@@ -442,9 +441,9 @@ def _decode_of(chunk: Chunk, start: int) -> Chunk:
     return Chunk(chunk.request_id, start, none, none, none, start, sample=True)
 
 
-def _followers(works: Sequence[_Work]) -> list[_Work]:
+def _followers(works: Sequence[Work]) -> list[Work]:
     """Return the next decode of each chunk that goes on by itself, as one batch."""
-    followers: list[_Work] = []
+    followers: list[Work] = []
     for work in works:
         follower = work.next(len(followers))
         if follower is not None:

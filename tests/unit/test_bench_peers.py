@@ -127,15 +127,20 @@ def test_a_suspended_peer_ends_with_the_benchmark(repo_root: Path) -> None:
     wait_for(lambda: not _is_running(pid))
 
 
+def environment_of(python: Path, script: str) -> None:
+    """Make a peer's environment, of which the Python is a shell script."""
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+
+
 def test_a_peer_that_cannot_be_installed_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its environment is there, but pip can't reach what it needs; then it can."""
     monkeypatch.setenv("HAVERSACK_BENCH_VENVS", str(tmp_path))
     python = tmp_path / "vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\necho 'ERROR: no matching distribution' >&2; exit 1\n")
-    python.chmod(0o755)
+    environment_of(python, "echo 'ERROR: no matching distribution' >&2; exit 1")
     told: list[str] = []
     with pytest.raises(PeerUnavailable, match="no matching distribution"):
         PEERS["vllm"].python(told.append)
@@ -153,9 +158,7 @@ def test_an_environment_that_checkouts_share_sees_the_packages_of_who_asks(
     """It is there, and shows those of another checkout, which may be gone by now."""
     monkeypatch.setenv("HAVERSACK_BENCH_VENVS", str(tmp_path))
     python = tmp_path / "lm_eval" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
+    environment_of(python, "exit 0")
     bases = {"base": str(tmp_path / "lm_eval"), "platbase": str(tmp_path / "lm_eval")}
     theirs = Path(sysconfig.get_path("purelib", vars=bases))
     theirs.mkdir(parents=True)

@@ -12,7 +12,6 @@ from workers.logprobs import (
     DenseRows,
     Logits,
     Rows,
-    has_nan,
     normalise,
     rows_per_slice,
     select_rows,
@@ -186,7 +185,7 @@ def test_minus_infinity_is_a_logprob_and_ranks_behind_all_others() -> None:
     logits = random_logits(16)
     logits[:, 100:] = -torch.inf
     made = rows_of(logits)
-    assert not has_nan(made).any()
+    assert not made.is_nan().any()
     rows = select_rows(made, torch.full((16,), 200), ALL_LOGPROBS).to_host()
     assert np.isneginf(rows.logprobs[:, 0]).all()
     assert (rows.ranks[:, 0] == 101).all()
@@ -203,7 +202,7 @@ def test_a_nan_or_infinite_logit_marks_its_row_and_no_other(
     logits = random_logits(16, dtype)
     logits[5, column] = value
     made = rows_of(logits)
-    assert has_nan(made).tolist() == [i == 5 for i in range(16)]
+    assert made.is_nan().tolist() == [i == 5 for i in range(16)]
     largest, _ = top_1(Logits([logits[:, :256], logits[:, 256:]], VOCAB))
     assert torch.isfinite(largest[:, 0]).tolist() == [i != 5 for i in range(16)]
 
@@ -228,7 +227,7 @@ def test_the_largest_logit_is_the_first_of_its_equals(dtype: torch.dtype) -> Non
 def test_a_row_without_any_finite_logit_is_marked() -> None:
     logits = random_logits(16)
     logits[3] = -torch.inf
-    assert has_nan(rows_of(logits)).tolist() == [i == 3 for i in range(16)]
+    assert rows_of(logits).is_nan().tolist() == [i == 3 for i in range(16)]
 
 
 @pytest.mark.parametrize(

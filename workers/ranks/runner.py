@@ -22,7 +22,7 @@ from scheduler.errors import NumericalError, RequestFailed
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from workers.kv_cache import ByteArray
 from workers.loader import LoadedModel
-from workers.model_runner import ModelRunner, _Work
+from workers.model_runner import ModelRunner, Work
 from workers.ranks.shards import BlockShards
 
 _NO_TOKEN = -1
@@ -102,7 +102,7 @@ class LeadingRunner(ModelRunner):
         except Exception as error:
             self._followers.give_up(error)
 
-    def _finish(self, works: list[_Work], hidden: torch.Tensor) -> None:
+    def _finish(self, works: list[Work], hidden: torch.Tensor) -> None:
         super()._finish(works, hidden)
         self._model.ranks.from_first(int_array([_outcome(work) for work in works]))
 
@@ -110,7 +110,7 @@ class LeadingRunner(ModelRunner):
 class FollowingRunner(ModelRunner):
     """The runner of any other rank."""
 
-    def _finish(self, works: list[_Work], hidden: torch.Tensor) -> None:
+    def _finish(self, works: list[Work], hidden: torch.Tensor) -> None:
         unknown = int_array([_NO_TOKEN] * len(works))
         for work, found in zip(works, self._model.ranks.from_first(unknown), strict=True):
             if found == _SPOILT:
@@ -122,7 +122,7 @@ class FollowingRunner(ModelRunner):
                 work.tracked.take(int(found))
 
 
-def _outcome(work: _Work) -> int:
+def _outcome(work: Work) -> int:
     """Return what the other ranks have to know of a chunk."""
     if isinstance(work.error, NumericalError):
         return _SPOILT
