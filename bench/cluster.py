@@ -48,10 +48,10 @@ from bench.peers.protocol import Job
 from bench.processes import engine_pids, memory_shares
 from cluster import Client, SamplingParams
 from cluster.config import EngineConfig
+from cluster.connecting import connect_to_ray
 from cluster.fleet import part_name
 from cluster.launch import (
     EngineHandles,
-    connect_to_ray,
     engine_spec,
     kill_engine,
     worker_variables,
