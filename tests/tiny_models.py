@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {
     "intermediate_size": 160,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": MAX_MODEL_LEN,
     "bos_token_id": BOS,
     "eos_token_id": EOS,

@@ -22,10 +22,11 @@ from transformers import AttentionInterface
 
 from scheduler.codec import IntArray
 from scheduler.errors import UnsupportedModel
-from workers.cpu_attention import BlockedKernel
 from workers.kv_cache import KVCache, Span
 
 IMPLEMENTATION = "haversack_paged"
+MAX_CPU_HEAD_DIM = 256
+"""Largest head size for which the product of q and k sums over few enough numbers on CPU."""
 _UNDERSTOOD = frozenset({"dropout", "is_causal", "position_ids", "output_attentions", "use_cache"})
 
 
@@ -93,6 +94,9 @@ def make_kernel(spans: Sequence[Span], cache: KVCache) -> Kernel:
     """Return the kernel for the device that the cache is on."""
     if cache.key(0).is_cuda:
         return VarlenKernel(spans, cache)
+    # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
+    from workers.cpu_attention import BlockedKernel
+
     return BlockedKernel(spans, cache)
 
 

@@ -8,7 +8,8 @@ on disk. The module knows numba and files; it knows none of the functions. Rules
 - Numba's files are not made for several processes that write at once: one could be left with
   another function's code. So whoever may have to compile does it `alone`, and those that
   come later find what the first one has made.
-- Code is kept by what a function's own file holds: a kernel may use helpers of that file only.
+- Numba keeps code by what a function's own file holds. Kernels use helpers of other files too, so
+  what all files of kernels hold is part of the folder's name.
 - A helper is a part of every kernel that uses it, and is not kept by itself: of two copies that
   were optimised in different surroundings, it would be left to the order of loading which one is
   called, and a process that had compiled them gave other bits than one that loaded them.
@@ -16,6 +17,8 @@ on disk. The module knows numba and files; it knows none of the functions. Rules
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,7 +35,16 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 def folder() -> Path:
     """Return the folder that compiled code is kept in where it can be written."""
     own = numba.config.CACHE_DIR
-    return Path(own) if own else cache_dir() / "kernels" / f"numba-{numba.__version__}"
+    name = f"numba-{numba.__version__}-{_sources_digest()}"
+    return (Path(own) if own else cache_dir() / "kernels") / name
+
+
+@functools.cache
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*kernel*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def kernel(function: _Function) -> _Function:

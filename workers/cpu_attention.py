@@ -14,7 +14,8 @@ that sums over at most 256 numbers, for row counts that are multiples of 16. So:
   Granules after the request's end are read from the cache's zero block, and what comes after the
   end in the last one is set to zero, so that nothing stale is summed.
 Tiles of equal shape, whosever they are, are computed together; how the batch falls into such
-groups changes no bit.
+groups changes no bit. Tiles of one token go through `workers.decode_attention` where that gives
+the same bits as the products.
 """
 
 from __future__ import annotations
@@ -28,18 +29,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.kv_cache import KVCache, Span
+from workers.decode_attention import DecodeBatch, Int64Array, agrees_with_products
+from workers.kv_cache import KVCache, LayerSpec, Span
 
 TILE = 128
 """Positions per query tile."""
 ROW_MULTIPLE = 16
 KEY_PARTITION = 256
-MAX_HEAD_DIM = 256
-"""Largest head size for which the product of q and k sums over few enough numbers."""
 _GROUP_NUMBERS = 16 * 2**20
 """Numbers (scores, or KV) that one group of tiles may hold at once."""
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,17 @@ class _Plan:
     """What depends on a step's batch, a window and the numbers of heads, but not on the layer."""
 
     groups: list[_Group]
+    decodes: list[DecodeBatch]
     query_rows: torch.Tensor
     """int64 [padded rows]: rows of the query seen as [rows * heads, head_dim]."""
     output_rows: torch.Tensor
     """int64 [rows * heads]: where each row of the output is among the padded rows."""
+
+
+def prepare(layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
+    """Find out and compile beforehand what the first batch would have to wait for."""
+    for layer in layers:
+        agrees_with_products(layer.head_dim, dtype, KEY_PARTITION)
 
 
 class BlockedKernel:
@@ -100,7 +105,9 @@ class BlockedKernel:
         self._cache = cache
         self._granule = math.gcd(cache.block_size, TILE)
         self._tables = np.full(
-            (len(spans), max(len(span.block_table) for span in spans)), cache.num_blocks, np.int64
+            (len(spans), max(len(span.block_table) for span in spans) + 1),
+            cache.num_blocks,
+            np.int64,
         )
         self._tiles: list[_Tile] = []
         for i, span in enumerate(spans):
@@ -110,7 +117,7 @@ class BlockedKernel:
                 end = min(first + TILE, span.end)
                 row = span.first_row + start - span.start
                 self._tiles.append(_Tile(i, row, start, end - start, end))
-        self._plans: dict[tuple[int | None, int, int, int], _Plan] = {}
+        self._plans: dict[tuple[int | None, int, int, int, int], _Plan] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, scaling: float, window: int | None, cap: float | None
@@ -118,35 +125,66 @@ class BlockedKernel:
         """See `workers.attention.Kernel.attend`."""
         rows, heads, head_dim = query.shape
         keys, values = self._cache.key(layer), self._cache.value(layer)
-        kv_heads = keys.shape[1]
-        plan = self._plan(window, rows, heads, kv_heads)
+        plan = self._plan(window, rows, heads, head_dim, keys.shape[1])
         if math.frexp(scaling)[0] == 0.5:
             # A power of two rounds nothing, so it may go to the operand that has fewer numbers.
             query, scaling = query * scaling, 1.0
+        out = self._in_tiles(plan, query, keys, values, scaling, cap)
+        for decodes in plan.decodes:
+            scores = _scaled(decodes.scores(query, keys), scaling, cap).add_(decodes.bias)
+            weights = torch.softmax(scores, dim=-1)
+            decodes.weighted_sum(weights, values, KEY_PARTITION, out)
+        return out
+
+    def _in_tiles(
+        self,
+        plan: _Plan,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        cap: float | None,
+    ) -> torch.Tensor:
+        """Return the output of the rows in groups, with zeros for all others."""
+        if not plan.groups:
+            return torch.zeros_like(query, memory_format=torch.contiguous_format)
+        rows, heads, head_dim = query.shape
         padded = query.reshape(-1, head_dim).index_select(0, plan.query_rows)
         out = torch.empty_like(padded)
         for group in plan.groups:
             part = slice(
                 group.first_padded,
-                group.first_padded + group.num_tiles * kv_heads * group.rows,
+                group.first_padded + group.num_tiles * keys.shape[1] * group.rows,
             )
             q = padded[part].view(-1, group.rows, head_dim)
             k = _gather(keys, group.keys, self._granule)
-            weights = _weights(q, k, group, scaling, cap)
+            scores = _scaled(torch.bmm(q, k.transpose(1, 2)), scaling, cap)
+            by_tile = scores.view(group.num_tiles, -1, group.rows, group.num_keys)
+            by_tile[..., group.num_keys - group.bias.shape[-1] :].add_(group.bias)
+            weights = torch.softmax(scores, dim=-1)
             v = (_gather(values, copied, self._granule) for copied in group.values)
             out[part] = _weighted_sum(weights, v).view(-1, head_dim)
         return out.index_select(0, plan.output_rows).view(rows, heads, head_dim)
 
-    def _plan(self, window: int | None, rows: int, heads: int, kv_heads: int) -> _Plan:
-        key = (window, rows, heads, kv_heads)
+    def _plan(
+        self, window: int | None, rows: int, heads: int, head_dim: int, kv_heads: int
+    ) -> _Plan:
+        key = (window, rows, heads, head_dim, kv_heads)
         if key not in self._plans:
-            self._plans[key] = self._make_plan(window, rows, heads, kv_heads)
+            self._plans[key] = self._make_plan(window, rows, heads, head_dim, kv_heads)
         return self._plans[key]
 
-    def _make_plan(self, window: int | None, rows: int, heads: int, kv_heads: int) -> _Plan:
+    def _make_plan(
+        self, window: int | None, rows: int, heads: int, head_dim: int, kv_heads: int
+    ) -> _Plan:
         per_kv_head = heads // kv_heads
         shapes: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
+        decodes: list[_Tile] = []
+        is_exact = agrees_with_products(head_dim, self._cache.dtype, KEY_PARTITION)
         for tile in self._tiles:
+            if is_exact and tile.num_tokens == 1:
+                decodes.append(tile)
+                continue
             num_rows = _round_up(tile.num_tokens * per_kv_head, ROW_MULTIPLE)
             shapes[num_rows, _tile_end(tile) - _first_key(tile, window)].append(tile)
         groups: list[_Group] = []
@@ -154,7 +192,7 @@ class BlockedKernel:
         output_rows = np.zeros(rows * heads, np.int64)
         first_padded = 0
         for (num_rows, num_keys), tiles in shapes.items():
-            numbers = kv_heads * num_keys * max(num_rows, self._cache.layers[0].head_dim)
+            numbers = kv_heads * num_keys * max(num_rows, head_dim)
             at_once = max(1, _GROUP_NUMBERS // numbers)
             for i in range(0, len(tiles), at_once):
                 part = tiles[i : i + at_once]
@@ -175,7 +213,8 @@ class BlockedKernel:
                 first_padded += source.size
         return _Plan(
             groups,
-            torch.from_numpy(np.concatenate(query_rows)),
+            self._decodes(decodes, window, heads),
+            torch.from_numpy(np.concatenate(query_rows or [np.empty(0, np.int64)])),
             torch.from_numpy(output_rows),
         )
 
@@ -237,6 +276,29 @@ class BlockedKernel:
         bias = torch.zeros((len(tiles), 1, num_rows, biased), dtype=self._cache.dtype)
         return bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf)
 
+    def _decodes(self, tiles: list[_Tile], window: int | None, heads: int) -> list[DecodeBatch]:
+        """Return tiles of one token each, so many together that their scores fit in memory."""
+        if not tiles:
+            return []
+        origins = np.array([_first_key(tile, window) for tile in tiles])
+        num_keys = np.array([_tile_end(tile) for tile in tiles]) - origins
+        ends = np.array([tile.end for tile in tiles]) - origins
+        firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        columns = np.arange(int(num_keys.max()))
+        hidden = (columns < firsts[:, None]) | (columns >= ends[:, None])
+        bias = torch.zeros((len(tiles), 1, len(columns)), dtype=self._cache.dtype)
+        all_of_them = DecodeBatch(
+            rows=np.array([tile.first_row for tile in tiles]),
+            tables=self._tables[[tile.span for tile in tiles]],
+            origins=origins,
+            firsts=firsts,
+            ends=ends,
+            partitions=-(-num_keys // KEY_PARTITION),
+            bias=bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf),
+        )
+        at_once = max(1, _GROUP_NUMBERS // (heads * len(columns)))
+        return [all_of_them[i : i + at_once] for i in range(0, len(tiles), at_once)]
+
 
 def _gather(cache: torch.Tensor, copied: _Copied, granule: int) -> torch.Tensor:
     """Return keys (or values) of a group's tiles, [tiles * kv_heads, keys, head_dim]."""
@@ -247,18 +309,13 @@ def _gather(cache: torch.Tensor, copied: _Copied, granule: int) -> torch.Tensor:
     return found.view(-1, copied.num_keys, head_dim)
 
 
-def _weights(
-    q: torch.Tensor, k: torch.Tensor, group: _Group, scaling: float, cap: float | None
-) -> torch.Tensor:
-    """Return softmax(q k^T * scaling), computed in fp32, in the dtype of q: [batch, rows, keys]."""
-    scores = torch.bmm(q, k.transpose(1, 2))
+def _scaled(scores: torch.Tensor, scaling: float, cap: float | None) -> torch.Tensor:
+    """Return products of q and k as what goes into the softmax, in their memory."""
     if scaling != 1.0:
         scores.mul_(scaling)
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
-    by_tile = scores.view(group.num_tiles, -1, group.rows, group.num_keys)
-    by_tile[..., group.num_keys - group.bias.shape[-1] :].add_(group.bias)
-    return torch.softmax(scores, dim=-1)
+    return scores
 
 
 def _weighted_sum(weights: torch.Tensor, v: Iterator[torch.Tensor]) -> torch.Tensor:

@@ -31,6 +31,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workers.probes import cancelling
+
 ROW_MULTIPLE = 16
 """Row counts of a batch must be multiples of this."""
 _LADDER = (16, 32, 48, 64, *range(128, 513, 64))
@@ -101,21 +103,6 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _cancelling(rows: int, columns: int, seed: int, signs: bool) -> torch.Tensor:
-    """Return fp32 [rows, columns] such that the product of two of them (one with signs) cancels.
-
-    Column j of the second half repeats a column of the first, negated where `signs`, and all are
-    shuffled alike; so every sum of products is zero but for rounding.
-    """
-    half = columns // 2
-    order = torch.randperm(half, generator=torch.Generator().manual_seed(1))
-    shuffle = torch.randperm(columns, generator=torch.Generator().manual_seed(2))
-    first = torch.randn(rows, half, generator=torch.Generator().manual_seed(seed))
-    second = first[:, order]
-    odd = first.new_zeros(rows, columns - 2 * half)
-    return torch.cat([first, -second if signs else second, odd], dim=1)[:, shuffle].contiguous()
-
-
 class _Calls:
     """The row counts of calls that give the defined bits for one shape of layer, by threads."""
 
@@ -151,8 +138,8 @@ class _Calls:
         smallest one has only one copy.
         """
         out_features, in_features = self._shape
-        x = _cancelling(ROW_MULTIPLE, in_features, 3, True).to(self._dtype)
-        weight = _cancelling(out_features, in_features, 4, False).to(self._dtype)
+        x = cancelling(ROW_MULTIPLE, in_features, 3, True).to(self._dtype)
+        weight = cancelling(out_features, in_features, 4, False).to(self._dtype)
         bias = torch.zeros(out_features, dtype=self._dtype) if self._has_bias else None
         product = _product(weight, bias)
         found: dict[int, bytes] = {}

@@ -23,17 +23,12 @@ from torch import nn
 
 from workers import compiled, kernels
 from workers.logprobs import Logits, normalise, select_rows, top_1
-from workers.row_threads import over_rows
+from workers.row_threads import as_array, over_rows
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _GATED_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ROTARY = "apply_rotary_pos_emb"
 _PROBE_ROWS = 64
-
-
-def as_array(x: torch.Tensor) -> npt.NDArray[Any]:
-    """Return a contiguous tensor's memory as the kernels take it: bf16 as its bits."""
-    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
 class FusedNorm(nn.Module):

@@ -20,7 +20,6 @@ from torch import nn
 from scheduler.codec import int_array
 from scheduler.errors import InvalidConfig, UnsupportedModel
 from workers import attention
-from workers.cpu_attention import MAX_HEAD_DIM
 from workers.exact_linear import ROW_MULTIPLE, Arithmetic, ExactLinear, make_exact
 from workers.kv_cache import LayerSpec
 from workers.logprobs import Logits
@@ -149,6 +148,10 @@ def load_model(
     weights = _weights_digest(model)
     arithmetic = _arithmetic(model, config, torch_device)
     layers, vocab_size = _probe(model, config, torch_device)
+    if torch_device.type == "cpu":
+        from workers import cpu_attention
+
+        cpu_attention.prepare(layers, torch_dtype)
     if ranks.rank > 0:
         drop_output_layer(model)
     return LoadedModel(
@@ -343,8 +346,10 @@ def _probe(model: Any, config: Any, device: torch.device) -> tuple[tuple[LayerSp
     for spec in layers.values():
         if device.type == "cuda" and spec.softcap is not None:
             raise _unsupported(config, "it soft-caps attention scores, which CUDA kernels don't")
-        if device.type == "cpu" and spec.head_dim > MAX_HEAD_DIM:
-            raise _unsupported(config, f"its head size {spec.head_dim} is above {MAX_HEAD_DIM}")
+        if device.type == "cpu" and spec.head_dim > attention.MAX_CPU_HEAD_DIM:
+            raise _unsupported(
+                config, f"its head size {spec.head_dim} is above {attention.MAX_CPU_HEAD_DIM}"
+            )
     embeddings = model.get_input_embeddings().weight.shape[0]
     return tuple(layers[i] for i in range(len(layers))), min(embeddings, int(own.shape[-1]))
 

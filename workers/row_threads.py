@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 _NUMBERS_PER_THREAD = 2**18
@@ -18,6 +20,11 @@ _NUMBERS_PER_THREAD = 2**18
 _MAX_THREADS = 256
 _POOL = ThreadPoolExecutor(_MAX_THREADS, "haversack-rows")
 """Has as many threads as were ever needed at once."""
+
+
+def as_array(x: torch.Tensor) -> npt.NDArray[Any]:
+    """Return a contiguous tensor's memory as the kernels take it: bf16 as its bits."""
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
 def over_rows(loop: Callable[[slice], None], num_rows: int, numbers_per_row: int) -> None:

@@ -58,7 +58,7 @@ def with_config(source: Path, into: Path, **changes: Any) -> Path:
 
 def test_a_model_tells_what_the_engine_asks(llama: Path) -> None:
     model = load_model(str(llama), dtype="float32")
-    assert model.layers == (LayerSpec(2, 16),) * 3
+    assert model.layers == (LayerSpec(2, 32),) * 3
     assert model.vocab_size == tiny_models.VOCAB_SIZE
     assert model.max_model_len == tiny_models.MAX_MODEL_LEN
     assert model.eos_token_ids == (tiny_models.EOS,)

@@ -687,7 +687,7 @@ def test_a_worker_tells_what_it_has(load: Load) -> None:
     info = ModelRunner(model, num_blocks=7, block_size=8).info("w3", "node")
     assert (info.worker_id, info.node_id, info.device) == ("w3", "node", "cpu")
     assert (info.num_blocks, info.block_size, info.vocab_size) == (7, 8, VOCAB)
-    assert info.block_bytes == 3 * 2 * 8 * 2 * 16 * 2
+    assert info.block_bytes == 3 * 2 * 8 * 2 * 32 * 2
     assert info.max_model_len == tiny_models.MAX_MODEL_LEN
     other = ModelRunner(model, num_blocks=9, block_size=16).info("w4")
     assert other.model_fingerprint != info.model_fingerprint, "blocks of other sizes don't fit"
