@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workers.linear_groups import join
 from workers.probes import cancelling
 
 ROW_MULTIPLE = 16
@@ -173,6 +174,8 @@ class _Part:
             return self._multiply(x, self.calls.good(1))
 
     def _multiply(self, x: torch.Tensor, good: list[int]) -> torch.Tensor:
+        if x.shape[0] in good:
+            return self._product(x)
         parts = []
         for first, rows in _cut(x.shape[0], good):
             part = x[first : first + rows]
@@ -278,6 +281,14 @@ def make_exact(model: nn.Module) -> Arithmetic:
 
     signatures = {fused.signature(p.dtype) for p in model.parameters()}
     min_rows = ROW_MULTIPLE
+
+    def exact(linear: nn.Linear) -> ExactLinear:
+        nonlocal min_rows
+        found = ExactLinear(linear)
+        signatures.add(found.signature)
+        min_rows = max(min_rows, found.min_rows)
+        return found
+
     # Gated layers first: they take the layers that they are made of as they are by then.
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -285,12 +296,10 @@ def make_exact(model: nn.Module) -> Arithmetic:
             if gated is not None:
                 setattr(module, name, gated)
     for module in list(model.modules()):
+        join(module, exact)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                exact = ExactLinear(child)
-                signatures.add(exact.signature)
-                min_rows = max(min_rows, exact.min_rows)
-                setattr(module, name, exact)
+                setattr(module, name, exact(child))
             elif _is_activation(child):
                 setattr(module, name, AlignedActivation(child))
             elif (norm := fused.fused_norm(child)) is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from workers import compiled, kernels
+from workers.linear_groups import side_by_side
 from workers.logprobs import Logits, normalise, select_rows, top_1
 from workers.row_threads import as_array, over_rows
 
@@ -80,46 +81,44 @@ def fused_norm(module: nn.Module) -> FusedNorm | None:
 class GatedMLP(nn.Module):
     """Stands in for down(silu(gate(x)) * up(x)), in inference."""
 
-    def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module) -> None:
+    def __init__(self, gate_up_proj: nn.Module, down_proj: nn.Module) -> None:
+        """Take a layer that gives gate and up side by side, and the one after both."""
         super().__init__()
-        self.gate_proj = gate_proj
-        self.up_proj = up_proj
+        self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result for x [..., width]."""
-        result: torch.Tensor = self.down_proj(_silu_times(self.gate_proj(x), self.up_proj(x)))
+        result: torch.Tensor = self.down_proj(_gated(self.gate_up_proj(x)))
         return result
 
 
-def _silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    arrays = [as_array(x.view(-1)) for x in (gate, up, out)]
-    over_rows(lambda part: kernels.gate_silu(*(array[part] for array in arrays)), gate.numel(), 1)
-    return out
+def _gated(both: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [..., width] of both, side by side, [..., 2 * width]."""
+    rows = both.reshape(-1, both.shape[-1]).contiguous()
+    out = rows.new_empty(len(rows), rows.shape[1] // 2)
+    both_rows, out_rows = as_array(rows), as_array(out)
+    over_rows(lambda part: kernels.gate_silu(both_rows[part], out_rows[part]), *out.shape)
+    return out.view(*both.shape[:-1], -1)
 
 
 def gated_mlp(module: nn.Module) -> GatedMLP | None:
     """Return what can stand in for a module, or None."""
     parts: dict[str, Any] = dict(module.named_children())
-    width = getattr(parts.get("gate_proj"), "in_features", None)
-    if set(parts) != _GATED_PARTS or [*module.parameters(recurse=False)] or width is None:
+    if set(parts) != _GATED_PARTS or [*module.parameters(recurse=False)]:
         return None
-    dtype = next(parts["gate_proj"].parameters()).dtype
-    if dtype not in _DTYPES:
+    gate, up = parts["gate_proj"], parts["up_proj"]
+    gate_up = side_by_side([gate, up])
+    if gate_up is None or gate.weight.shape != up.weight.shape or gate.weight.dtype not in _DTYPES:
         return None
-    x = _random(_PROBE_ROWS, width, 2).to(dtype)
-    gate, up = parts["gate_proj"](x), parts["up_proj"](x)
-    product = parts["act_fn"](gate) * up
-    wide = (3 * _random(_PROBE_ROWS, 64, 3)).to(dtype)
-    if (
-        product.shape != gate.shape
-        or not torch.equal(module(x), parts["down_proj"](product))
-        or not _agree(_silu_times(wide, wide), parts["act_fn"](wide) * wide)
+    x = _random(_PROBE_ROWS, gate.in_features, 2).to(gate.weight.dtype)
+    product = parts["act_fn"](gate(x)) * up(x)
+    wide = (3 * _random(_PROBE_ROWS, 64, 3)).to(x.dtype)
+    if not torch.equal(module(x), parts["down_proj"](product)) or not _agree(
+        _gated(torch.cat([wide, wide], dim=1)), parts["act_fn"](wide) * wide
     ):
         return None
-    return GatedMLP(parts["gate_proj"], parts["up_proj"], parts["down_proj"])
+    return GatedMLP(gate_up, parts["down_proj"])
 
 
 def fuse_rotary(model: nn.Module) -> None:
@@ -172,12 +171,21 @@ def _fused_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return x [1, heads, tokens, width] turned by cos and sin [1, tokens, width]."""
-    rows = x[0].transpose(0, 1).contiguous()
-    out = torch.empty_like(rows)
-    arrays = [as_array(y) for y in (rows, cos[0].contiguous(), sin[0].contiguous(), out)]
-    over_rows(
-        lambda part: kernels.rotate(*(array[part] for array in arrays)), len(rows), rows[0].numel()
+    rows = x[0].transpose(0, 1)
+    if rows[0].stride() != rows[0].contiguous().stride():
+        rows = rows.contiguous()
+    out = rows.new_empty(rows.shape)
+    cosines, sines, out_rows = (
+        as_array(y) for y in (cos[0].contiguous(), sin[0].contiguous(), out)
     )
+    address, stride_bytes = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    like = out_rows.dtype.type(0)
+
+    def loop(part: slice) -> None:
+        first = address + part.start * stride_bytes
+        kernels.rotate(first, stride_bytes, like, cosines[part], sines[part], out_rows[part])
+
+    over_rows(loop, len(rows), rows[0].numel())
     return out.transpose(0, 1).unsqueeze(0)
 
 
@@ -216,7 +224,7 @@ def signature(dtype: torch.dtype) -> str:
             for rounds_first in (True, False):
                 take(as_array(FusedNorm(_random(1, width, 1)[0], 1e-5, rounds_first)(x)))
         x = (9 * _random(64, 4096, 7)).to(dtype)
-        take(as_array(_silu_times(x, x.flip(0))))
+        take(as_array(_gated(x)))
         angles = x[:, :128].view(1, 64, 128)
         take(as_array(_rotated(x.view(1, 64, 64, 64), angles[..., :64], angles[..., 64:])))
         logits = Logits([x[:, :2500], x[:, 2500:]], x.shape[1])

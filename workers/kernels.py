@@ -63,31 +63,42 @@ def rms_norm(x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
 
 
 @kernel
-def gate_silu(gate: Any, up: Any, out: Any) -> None:
-    """Write silu(gate) * up to `out`, all [numbers]; silu is rounded to the arrays' type first."""
-    for j in range(gate.shape[0]):
-        x = widen(gate[j])
-        power = INF if -x > HIGHEST else exp(-x)
-        active = narrow(x / (ONE + power), gate[j])
-        out[j] = narrow(widen(active) * widen(up[j]), gate[j])
+def gate_silu(both: Any, out: Any) -> None:
+    """Write silu(gate) * up to `out`; silu is rounded to the arrays' type first.
+
+    Args:
+        both: [rows, 2 * width]: gate, then up.
+        out: [rows, width].
+    """
+    width = out.shape[1]
+    for i in range(out.shape[0]):
+        gate, up, result = both[i, :width], both[i, width:], out[i]
+        for j in range(width):
+            x = widen(gate[j])
+            power = INF if -x > HIGHEST else exp(-x)
+            active = narrow(x / (ONE + power), gate[j])
+            result[j] = narrow(widen(active) * widen(up[j]), gate[j])
 
 
 @kernel
-def rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
+def rotate(address: Any, stride_bytes: Any, like: Any, cos: Any, sin: Any, out: Any) -> None:
     """Write x * cos + (-second half of x, first half of x) * sin to `out`.
 
     Args:
-        x: [tokens, heads, width]; `out` likewise.
+        address: of x, [tokens, heads, width], of which a token's numbers are side by side.
+        stride_bytes: from token to token.
+        like: a number of the type of x.
         cos: [tokens, width]; `sin` likewise. Each product is rounded to the arrays' type.
-        out: another array than x.
+        out: [tokens, heads, width], another array than x.
     """
-    tokens, heads, width = x.shape
+    tokens, heads, width = out.shape
     half = width // 2
     crossed = np.empty(width, np.float32)
     for token in range(tokens):
         cosines, sines = cos[token], sin[token]
+        own = numba.carray(pointer_to(address + token * stride_bytes, like), (heads, width))
         for head in range(heads):
-            row, result = x[token, head], out[token, head]
+            row, result = own[head], out[token, head]
             for j in range(half):
                 crossed[j] = -widen(row[half + j])
             for j in range(half):

@@ -36,7 +36,10 @@ def over_rows(loop: Callable[[slice], None], num_rows: int, numbers_per_row: int
         numbers_per_row: how much there is to do for a row.
     """
     worth_it = num_rows * numbers_per_row // _NUMBERS_PER_THREAD
-    threads = max(1, min(torch.get_num_threads(), worth_it, num_rows, _MAX_THREADS))
+    threads = min(torch.get_num_threads(), worth_it, num_rows, _MAX_THREADS)
+    if threads <= 1:
+        loop(slice(0, num_rows))
+        return
     bounds = [num_rows * i // threads for i in range(threads + 1)]
     own, *others = (slice(*pair) for pair in itertools.pairwise(bounds))
     running = [_POOL.submit(loop, rows) for rows in others]

@@ -131,25 +131,22 @@ def test_what_is_no_such_norm_stays(norm: nn.Module) -> None:
 def test_a_gated_layer_is_what_the_formula_says(width: int, dtype: torch.dtype) -> None:
     gate, up = 4 * numbers(30, width), numbers(30, width, seed=1)
     gate, up = gate.to(dtype), up.to(dtype)
-    layer = GatedMLP(_Fixed(gate), _Fixed(up), nn.Identity())
     expected = functional.silu(gate.double()) * up.double()
-    assert ((layer(gate).double() - expected).abs() <= 2 * EPS[dtype] * expected.abs()).all()
+    assert ((gated(gate, up).double() - expected).abs() <= 2 * EPS[dtype] * expected.abs()).all()
 
 
-class _Fixed(nn.Module):
-    def __init__(self, result: torch.Tensor) -> None:
-        super().__init__()
-        self.result = result
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.result
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What a gated layer makes of what its first layers gave."""
+    both = torch.cat([gate, up], dim=-1)
+    result: torch.Tensor = GatedMLP(nn.Identity(), nn.Identity())(both)
+    return result
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_numbers_pass_a_gate_as_they_do_in_torch(dtype: torch.dtype) -> None:
     edges = [0.0, -0.0, 87.0, -87.0, 88.5, -88.5, 89.0, -89.0, 1e4, -1e4, np.inf, -np.inf, np.nan]
     gate = torch.tensor(edges, dtype=dtype)
-    found = GatedMLP(_Fixed(gate), _Fixed(torch.ones_like(gate)), nn.Identity())(gate)
+    found = gated(gate, torch.ones_like(gate))
     expected = functional.silu(gate)
     assert torch.equal(torch.isnan(found), torch.isnan(expected))
     same = torch.isclose(found, expected, rtol=EPS[dtype], atol=1e-35, equal_nan=True)
@@ -165,9 +162,9 @@ def test_a_gated_layer_is_replaced_and_its_rows_are_their_own(dtype: torch.dtype
     expected = mlp(x)
     assert ((found(x) - expected).abs() <= 4 * EPS[dtype] * expected.abs().max()).all()
     gate, up = numbers(40, 37, dtype=dtype), numbers(40, 37, dtype=dtype, seed=1)
-    whole = GatedMLP(_Fixed(gate), _Fixed(up), nn.Identity())(gate)
+    whole = gated(gate, up)
     for rows in (slice(0, 1), slice(7, 8), slice(13, 39)):
-        alone = GatedMLP(_Fixed(gate[rows]), _Fixed(up[rows]), nn.Identity())(gate)
+        alone = gated(gate[rows], up[rows])
         assert bits(alone) == bits(whole[rows])
 
 
@@ -208,9 +205,14 @@ def test_q_and_k_are_turned_to_the_same_bits(
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     q = numbers(1, 21, heads, width, dtype=dtype).transpose(1, 2)
     k = numbers(1, 21, 1, width, dtype=dtype, seed=1).transpose(1, 2)
-    for found, expected in zip(turn(q, k, cos, sin), original(q, k, cos, sin), strict=True):
-        assert found.shape == expected.shape
-        assert bits(found) == bits(expected)
+    # As parts of one product, a token's q and k lie side by side.
+    both = torch.cat([q, k], dim=1).transpose(1, 2).contiguous().transpose(1, 2)
+    parts = both[:, :heads], both[:, heads:]
+    scattered = tuple(x.contiguous() for x in (q, k))
+    for given in ((q, k), parts, scattered):
+        for found, expected in zip(turn(*given, cos, sin), original(q, k, cos, sin), strict=True):
+            assert found.shape == expected.shape
+            assert bits(found) == bits(expected)
 
 
 def test_what_the_turning_was_not_made_for_goes_to_transformers() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workers import row_threads
-from workers.fused import FusedNorm, _rotated, _silu_times
+from workers.fused import FusedNorm, _gated, _rotated
 from workers.logprobs import Logits, normalise, select_rows, top_1
 from workers.row_threads import over_rows
 
@@ -90,7 +90,7 @@ def test_the_number_of_threads_changes_no_bit(
     def results() -> list[torch.Tensor]:
         rows = select_rows(normalise(wide), targets, 1)
         turned = _rotated(heads, angles, angles).contiguous()
-        found = [norm(x), _silu_times(x, up), turned, *top_1(wide)]
+        found = [norm(x), _gated(torch.cat([x, up], dim=1)), turned, *top_1(wide)]
         return [*found, rows.token_ids, rows.logprobs, rows.ranks]
 
     with torch.inference_mode():
