@@ -227,7 +227,7 @@ class Floor:
         job = Job.score(_FLOOR, prompts)
         with ThreadPoolExecutor(num_processes) as threads:
             outcomes = list(threads.map(lambda peer: peer.run(job), self._peers[:num_processes]))
-        return sum(job.num_tokens / outcome.seconds for outcome in outcomes)
+        return float(sum(job.num_tokens / outcome.seconds for outcome in outcomes))
 
     def close(self) -> None:
         """End the processes."""

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from bench.inputs import Inputs, Prompts
+from bench.inputs import Inputs
+from bench.peers.protocol import Prompts
 from cluster import Client, SamplingParams
 from cluster.config import EngineConfig
 from cluster.launch import worker_variables

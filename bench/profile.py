@@ -147,9 +147,10 @@ def watched(runner: ModelRunner, model: Any, watch: Stopwatch) -> Iterator[None]
     for name, found in list(vars(model_runner).items()):
         if inspect.isfunction(found) and found.__module__ in _FUNCTIONS:
             patch(model_runner, name, _FUNCTIONS[found.__module__])
-    attend = AttentionInterface()[attention.IMPLEMENTATION]
-    undo.append(lambda: AttentionInterface.register(attention.IMPLEMENTATION, attend))
-    AttentionInterface.register(attention.IMPLEMENTATION, watch.around("attention", attend))
+    interface: Any = AttentionInterface
+    attend = interface()[attention.IMPLEMENTATION]
+    undo.append(lambda: interface.register(attention.IMPLEMENTATION, attend))
+    interface.register(attention.IMPLEMENTATION, watch.around("attention", attend))
     patch(runner, "execute", REST)
     try:
         yield

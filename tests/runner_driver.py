@@ -56,7 +56,7 @@ class RunnerDriver:
     def chunk(self, request: Request, start: int, end: int) -> Chunk:
         """Return the chunk [start, end) of a request, with blocks for it."""
         table = self.tables.setdefault(request.request_id, [])
-        new_blocks = []
+        new_blocks: list[int] = []
         while (len(table) + len(new_blocks)) * self.info.block_size < end:
             new_blocks.append(self.free.pop())
         new = None

@@ -86,7 +86,7 @@ def run(model: str, dtype: str, show: Show) -> dict[str, Any]:
     with served(model=model, dtype=dtype, name="bench-evaluation") as url:
         for way in WAYS:
             show(f"over HTTP: {way.name}")
-            args = {"model": model, "base_url": f"{url}/v1/completions"}
+            args: dict[str, Any] = {"model": model, "base_url": f"{url}/v1/completions"}
             args |= {"max_length": _HTTP_MAX_LENGTH, **way.model_args}
             if way.has_own_tokenizer:
                 args |= {"tokenizer_backend": "huggingface", "tokenizer": folder}

@@ -27,7 +27,9 @@ class TransformersPeer:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
+        # Typed as anything: so are the calls of what transformers leaves untyped.
+        loaded: Any = AutoModelForCausalLM
+        self._model: Any = loaded.from_pretrained(
             settings["model"], dtype=torch.bfloat16, attn_implementation="sdpa"
         )
         self._model.eval()
