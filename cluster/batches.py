@@ -40,6 +40,7 @@ from scheduler.errors import HaversackError, InvalidRequest, OutputConflict
 
 STREAM = "-"
 """Instead of a path: stdin, or stdout."""
+_OUTPUT_SUFFIXES = frozenset({"", ".jsonl", ".ndjson", ".json", ".parquet"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,8 @@ class Batch:
             options: defaults to `BatchOptions()`.
 
         Raises:
-            InvalidRequest: the input is not there, or its format is not known.
+            InvalidRequest: the input is not there, its format is not known, or the output's name
+                is that of another format.
             OutputConflict: the output can't be where it is to be.
             MissingPackage: Parquet is asked for and pyarrow is not installed.
         """
@@ -166,6 +168,13 @@ class Batch:
             raise InvalidRequest(f"there is no file {self._source}", param="source")
         if self._output is None:
             return
+        if self._output.suffix.lower() not in _OUTPUT_SUFFIXES:
+            raise InvalidRequest(
+                f"the output {self._output} would not be what its name says: scores are written as "
+                "JSON lines, to a name that ends in .jsonl (or in nothing), or as Parquet, to one "
+                "that ends in .parquet",
+                param="output",
+            )
         if not self._output.parent.is_dir():
             raise OutputConflict(f"there is no folder {self._output.parent}: make it first")
         if self._source is not None and self._output.resolve() == self._source.resolve():

@@ -15,6 +15,7 @@ The module knows tokenizers, and no request, no model and no Ray.
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import json
 import re
@@ -108,14 +109,42 @@ def _bytes_rule(tokenizer: Any) -> Callable[[str], bytes] | None:
     return None
 
 
+class StopStrings:
+    """Looks for many strings in a text as it grows, in a time that hardly grows with their number."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._known = frozenset(strings)
+        self._in_order = sorted(self._known)
+        self._lengths = sorted({len(s) for s in self._known}, reverse=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def ending_at(self, text: str, end: int) -> str | None:
+        """Return the longest string that ends at `end` of the text."""
+        for length in self._lengths:
+            if length <= end and (found := text[end - length : end]) in self._known:
+                return found
+        return None
+
+    def num_begun(self, text: str) -> int:
+        """Return the length of the longest end of `text` that begins a string, but is not all of it."""
+        longest = self._lengths[0] if self._lengths else 0
+        for length in range(min(longest - 1, len(text)), 0, -1):
+            begun = text[-length:]
+            next_one = bisect.bisect_right(self._in_order, begun)
+            if next_one < len(self._in_order) and self._in_order[next_one].startswith(begun):
+                return length
+        return 0
+
+
 class Detokenizer:
     """Text of one continuation, fed with token ids as they come."""
 
     def __init__(self, table: TokenTable, params: SamplingParams) -> None:
         self._table = table
         self._params = params
-        self._stops = sorted(params.stop, key=len, reverse=True)
-        self._longest_stop = max(map(len, self._stops), default=0)
+        self._stops = StopStrings(params.stop)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._searched = ""
         self._parts: list[str] = []
@@ -175,21 +204,11 @@ class Detokenizer:
         searchable = self.num_tokens > self._params.min_tokens
         held = self._searched + new
         for end in range(len(self._searched) + 1, len(held) + 1):
-            stop = self._stop_ending_at(held, end) if searchable else None
+            stop = self._stops.ending_at(held, end) if searchable else None
             if stop is not None:
                 self.stop_string = stop
                 keep_stop = self._params.include_stop_str_in_output
                 return held[: end if keep_stop else end - len(stop)]
-        num_held = self._num_held_back(held)
+        num_held = self._stops.num_begun(held)
         self._searched = held[len(held) - num_held :]
         return held[: len(held) - num_held]
-
-    def _stop_ending_at(self, text: str, end: int) -> str | None:
-        return next((s for s in self._stops if text.endswith(s, 0, end)), None)
-
-    def _num_held_back(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins a stop string."""
-        for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
-            if any(s.startswith(text[-length:]) for s in self._stops if len(s) > length):
-                return length
-        return 0

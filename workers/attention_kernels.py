@@ -20,10 +20,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array
 
 from workers.compiled import kernel
-from workers.kernel_arithmetic import ZERO, narrow, widen
+from workers.kernel_arithmetic import ZERO, address_of, narrow, widen
 
 _GROUP = 32
 """Numbers whose products AMX sums before they meet the total."""
@@ -33,12 +32,6 @@ _LINE = 32
 """Numbers that a cache line holds."""
 _I64 = ir.IntType(64)
 _LANES_I64 = ir.Constant(_I64, _LANES)
-
-
-def _address(context: Any, builder: Any, array: Any, value: Any, offset: Any) -> Any:
-    """Return where a contiguous array's number `offset` is."""
-    data = make_array(array)(context, builder, value).data
-    return builder.gep(data, [offset])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -57,9 +50,9 @@ def _turn(_: Any, keys: Any, offsets: Any, first: Any, turned: Any, column: Any)
         wide = ir.VectorType(ir.IntType(32), 16)
         rows = []
         for i in range(16):
-            place = _address(context, builder, offsets_type, args[1], ir.Constant(_I64, i))
+            place = address_of(context, builder, offsets_type, args[1], ir.Constant(_I64, i))
             offset = builder.add(builder.load(place), args[2])
-            pointer = _address(context, builder, keys_type, args[0], offset)
+            pointer = address_of(context, builder, keys_type, args[0], offset)
             rows.append(builder.load(builder.bitcast(pointer, wide.as_pointer()), align=2))
         step = 1
         while step < 16:
@@ -78,7 +71,7 @@ def _turn(_: Any, keys: Any, offsets: Any, first: Any, turned: Any, column: Any)
             for j, numbers in enumerate((even, odd)):
                 row = builder.add(args[2], ir.Constant(_I64, 2 * i + j))
                 offset = builder.add(builder.mul(row, _LANES_I64), args[4])
-                pointer = _address(context, builder, turned_type, args[3], offset)
+                pointer = address_of(context, builder, turned_type, args[3], offset)
                 builder.store(numbers, builder.bitcast(pointer, wide.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -96,7 +89,7 @@ def _prefetch(_: Any, array: Any, offset: Any) -> Any:
             ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32]),
             "llvm.prefetch.p0i8",
         )
-        place = _address(context, builder, signature.args[0], args[0], args[1])
+        place = address_of(context, builder, signature.args[0], args[0], args[1])
         read, keep, data = ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)
         builder.call(prefetch, [builder.bitcast(place, byte), read, keep, data])
         return context.get_dummy_value()
@@ -130,17 +123,19 @@ def _add_group(_: Any, factors: Any, factor: Any, rows: Any, row: Any, total: An
         first = builder.mul(args[3], _LANES_I64)
         for j in range(_GROUP):
             place = builder.add(args[1], ir.Constant(_I64, j))
-            number = builder.load(_address(context, builder, factors_type, args[0], place))
+            number = builder.load(address_of(context, builder, factors_type, args[0], place))
             one = builder.insert_element(zero, number, ir.Constant(ir.IntType(32), 0))
             spread = builder.shuffle_vector(one, zero, _indices([0] * 16))
             for piece in range(pieces):
                 offset = builder.add(first, ir.Constant(_I64, j * _LANES + 16 * piece))
-                pointer = _address(context, builder, rows_type, args[2], offset)
+                pointer = address_of(context, builder, rows_type, args[2], offset)
                 numbers = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=4)
                 own = sums[j % 2]
                 own[piece] = builder.call(fma_of, [spread, numbers, own[piece]])
         for piece in range(pieces):
-            pointer = _address(context, builder, total_type, args[4], ir.Constant(_I64, 16 * piece))
+            pointer = address_of(
+                context, builder, total_type, args[4], ir.Constant(_I64, 16 * piece)
+            )
             pointer = builder.bitcast(pointer, vector.as_pointer())
             both = builder.fadd(sums[0][piece], sums[1][piece])
             builder.store(builder.fadd(builder.load(pointer, align=4), both), pointer, align=4)

@@ -16,7 +16,7 @@ import torch
 
 from workers import attention_kernels, compiled
 from workers.probes import cancelling
-from workers.row_threads import as_array, over_rows
+from workers.row_threads import NUMBERS_AT_ONCE, as_array, over_rows
 
 Int64Array = npt.NDArray[np.int64]
 _MULTIPLE = 32
@@ -69,7 +69,8 @@ class DecodeBatch:
                 q, k, own.rows, own.tables, own.origins, own.firsts, own.ends, out[part]
             )
 
-        over_rows(loop, len(self.rows), scores[0].numel() * query.shape[2])
+        numbers = scores[0].numel() * query.shape[2]
+        over_rows(loop, len(self.rows), numbers // NUMBERS_AT_ONCE)
         return scores
 
     def weighted_sum(
@@ -100,7 +101,8 @@ class DecodeBatch:
                 result,
             )
 
-        over_rows(loop, len(self.rows), weights[0].numel() * out.shape[2])
+        numbers = weights[0].numel() * out.shape[2]
+        over_rows(loop, len(self.rows), numbers // NUMBERS_AT_ONCE)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ machine: a probe whose sums cancel, so that its results are nothing but rounding
 other order of summation. On one thread the row counts fall into a few classes of equal bits; the
 one with the most members defines a layer's bits, so that batches small and large are few calls.
 On more threads the calls that give those bits are used. A batch is cut into such calls, and its
-last few rows are padded to one.
+last few rows are padded to one, or computed by `workers.tile_products` where that has those bits.
 
 In half precision the weights are laid out once for the library's kernels, which a small batch
 gains most from. In fp32 a sum over more than 512 numbers is made in pieces of 512, added in order,
@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workers import tile_products
 from workers.linear_groups import join
 from workers.probes import cancelling
 
@@ -81,17 +82,30 @@ def _packed(packed: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) ->
     return result
 
 
-def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> _Product:
-    """Return the way to multiply with these weights, which it keeps in the layout that it needs."""
+def _laid_out(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return weights in the layout of the library's kernels; None where it has none for them."""
     if weight.dtype == torch.float32:
-        return functools.partial(_in_pieces, weight, bias)
+        return None
     try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _LADDER[-1])
-        _packed(packed, bias, weight.new_zeros(ROW_MULTIPLE, weight.shape[1]))
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
+            weight.contiguous(), _LADDER[-1]
+        )
+        _packed(packed, None, weight.new_zeros(ROW_MULTIPLE, weight.shape[1]))
     except (RuntimeError, AttributeError):
         # Not every processor and build of torch has these kernels for half precision.
-        return functools.partial(_plain, weight, bias)
-    return functools.partial(_packed, packed, bias)
+        return None
+    return packed
+
+
+def _product(
+    weight: torch.Tensor, packed: torch.Tensor | None, bias: torch.Tensor | None
+) -> _Product:
+    """Return the way to multiply with these weights, which it keeps in the layout that it needs."""
+    if packed is not None:
+        return functools.partial(_packed, packed, bias)
+    if weight.dtype == torch.float32:
+        return functools.partial(_in_pieces, weight, bias)
+    return functools.partial(_plain, weight, bias)
 
 
 @contextmanager
@@ -132,17 +146,21 @@ class _Calls:
             self._good[threads] = [r for r, bits in found.items() if bits == self._defining]
         return self._good[threads]
 
+    def _probe(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return x [16, inputs], weights and bias whose product is nothing but rounding error."""
+        out_features, in_features = self._shape
+        x = cancelling(ROW_MULTIPLE, in_features, 3, True).to(self._dtype)
+        weight = cancelling(out_features, in_features, 4, False).to(self._dtype)
+        return x, weight, torch.zeros(out_features, dtype=self._dtype) if self._has_bias else None
+
     def _try(self) -> dict[int, bytes]:
         """Return the bits of the probe's rows by the row count of the call.
 
         A call that does not give the same bits to each copy of the probe's rows is left out. The
         smallest one has only one copy.
         """
-        out_features, in_features = self._shape
-        x = cancelling(ROW_MULTIPLE, in_features, 3, True).to(self._dtype)
-        weight = cancelling(out_features, in_features, 4, False).to(self._dtype)
-        bias = torch.zeros(out_features, dtype=self._dtype) if self._has_bias else None
-        product = _product(weight, bias)
+        x, weight, bias = self._probe()
+        product = _product(weight, _laid_out(weight), bias)
         found: dict[int, bytes] = {}
         for rows in _LADDER:
             result = product(x.repeat(rows // ROW_MULTIPLE, 1))
@@ -150,6 +168,15 @@ class _Calls:
             if torch.equal(result, one.repeat(rows // ROW_MULTIPLE, 1)):
                 found[rows] = one.contiguous().view(torch.uint8).numpy().tobytes()
         return found
+
+    @functools.cached_property
+    def chunk(self) -> int | None:
+        """The chunk with which `FewRows` has the defined bits; None where it has not."""
+        x, weight, bias = self._probe()
+        packed = _laid_out(weight)
+        if packed is None:
+            return None
+        return tile_products.find_chunk(x, weight, packed, bias, self._defining)
 
 
 @functools.cache
@@ -163,10 +190,24 @@ class _Part:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.calls = _calls(*weight.shape, weight.dtype, bias is not None)
-        self._product = _product(weight, bias)
+        packed = _laid_out(weight)
+        self._product = _product(weight, packed, bias)
+        self._few_rows: tile_products.FewRows | None = None
+        chunk = self.calls.chunk
+        if packed is not None and chunk is not None:
+            weights = tile_products.weights_of(weight, packed)
+            if weights is not None:
+                self._few_rows = tile_products.FewRows(packed, weights, bias, chunk)
+
+    @property
+    def min_rows(self) -> int:
+        """The row count of the smallest call."""
+        return self._with_few(self.calls.good(1))[0]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b for x [rows, in_features]."""
+        if self._few_rows is not None and x.shape[0] <= tile_products.MAX_ROWS:
+            return self._few_rows(x)
         good = self.calls.good(torch.get_num_threads())
         if good:
             return self._multiply(x, good)
@@ -177,15 +218,24 @@ class _Part:
         if x.shape[0] in good:
             return self._product(x)
         parts = []
-        for first, rows in _cut(x.shape[0], good):
+        for first, rows in _cut(x.shape[0], self._with_few(good)):
             part = x[first : first + rows]
             missing = rows - part.shape[0]
             if missing:
                 part = self._product(functional.pad(part, (0, 0, 0, missing)))[:-missing]
+            elif self._few_rows is not None and rows <= tile_products.MAX_ROWS:
+                part = self._few_rows(part)
             else:
                 part = self._product(part)
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _with_few(self, good: list[int]) -> list[int]:
+        """Return the row counts of calls, in ascending order."""
+        if self._few_rows is None:
+            return good
+        few = range(ROW_MULTIPLE, tile_products.MAX_ROWS + 1, ROW_MULTIPLE)
+        return [*few, *(rows for rows in good if rows > tile_products.MAX_ROWS)]
 
 
 class ExactLinear(nn.Module):
@@ -211,7 +261,7 @@ class ExactLinear(nn.Module):
     @property
     def min_rows(self) -> int:
         """The row count of the smallest call: a smaller batch takes as long."""
-        return max(part.calls.good(1)[0] for part in self._parts)
+        return max(part.min_rows for part in self._parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b.

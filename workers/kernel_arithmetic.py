@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 from workers.compiled import helper
 
@@ -19,6 +20,12 @@ EXACT: set[str] = set()
 SUMS = {"reassoc", "nsz", "contract"}
 """What the compiler may do to a sum."""
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
+
+
+def address_of(context: Any, builder: Any, array: Any, value: Any, offset: Any) -> Any:
+    """Return, while code is made, where number `offset` of a contiguous array is."""
+    data = make_array(array)(context, builder, value).data
+    return builder.gep(data, [offset])
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -17,6 +17,8 @@ import torch
 
 _NUMBERS_PER_THREAD = 2**18
 """Fewer take about as long as waking a thread up."""
+NUMBERS_AT_ONCE = 8
+"""A loop of multiply-adds goes through so many numbers while others go through one."""
 _MAX_THREADS = 256
 _POOL = ThreadPoolExecutor(_MAX_THREADS, "haversack-rows")
 """Has as many threads as were ever needed at once."""

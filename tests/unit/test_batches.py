@@ -392,6 +392,15 @@ def test_the_engines_end_leaves_an_output_that_is_gone_on_with(
     assert len(records(out)) == len(ROWS) - 1
 
 
+@pytest.mark.parametrize("name", ["scores.csv", "scores.txt", "scores.jsonl.gz"])
+def test_an_output_that_would_not_be_what_its_name_says_is_refused(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"\.jsonl.*\.parquet"):
+        Batch(source, tmp_path / name, FULL)
+    Batch(source, tmp_path / "scores", FULL)
+
+
 # ------------------------------------------------------------------------------ what must not mix
 
 OTHERS: dict[str, BatchOptions] = {

@@ -226,6 +226,15 @@ def test_no_stop_string_applies_before_min_tokens_generated_tokens(
     assert run(ids, 100, stop=["STOP"], min_tokens=min_tokens).text == text
 
 
+def test_a_hundred_thousand_stop_strings_are_as_good_as_one() -> None:
+    """Each of so many tokens looked at each of them would be 10**9 looks: minutes."""
+    stops = [f"<stop {i}>" for i in range(100_000)]
+    text = "<stop" * 2000 + "<stop 99999" + ">"
+    found = run([*text.encode()], 7, stop=stops)
+    assert found.text == "<stop" * 2000
+    assert found.stop_string == "<stop 99999>"
+
+
 def test_nothing_is_taken_after_a_stop_string() -> None:
     detokenizer = Detokenizer(BYTES, SamplingParams(stop=["\n"]))
     detokenizer.append([*b"a\n"])

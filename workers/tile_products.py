@@ -1,0 +1,128 @@
+"""Products of few rows with weights that oneDNN has laid out, where AMX gives oneDNN's own bits.
+
+Whether it does is found out on the machine: which processor and library there are decides how
+weights lie and in what chunks a row is summed. Where anything is not as `workers.tile_kernels`
+takes it, there is no such product, and the caller goes on with oneDNN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.row_threads import NUMBERS_AT_ONCE, as_array, over_rows
+
+MAX_ROWS = 32
+"""More rows take oneDNN no longer."""
+_DEPTH, _COLUMNS = 32, 32
+_Numbers = npt.NDArray[np.uint16]
+
+
+@functools.cache
+def is_available() -> bool:
+    """Return whether this process may use AMX with bf16, and code for it can be made."""
+    import llvmlite.binding
+
+    features = llvmlite.binding.get_host_cpu_features()
+    can_compile = features.get("amx-tile", False) and features.get("amx-bf16", False)
+    try:
+        return bool(can_compile and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+    except AttributeError:
+        # Not every build of torch can ask the system for it.
+        return False
+
+
+class FewRows:
+    """x W^T + b for 16 or 32 rows."""
+
+    def __init__(
+        self, packed: torch.Tensor, weights: _Numbers, bias: torch.Tensor | None, chunk: int
+    ) -> None:
+        """Take weights as `weights_of` gives them, and the inputs that are summed by themselves."""
+        self._packed = packed
+        """Keeps the memory of the weights."""
+        self._weights = weights
+        self._chunk = chunk
+        self._out_features = packed.shape[0]
+        no_bias = np.zeros(self._out_features, np.float32)
+        self._bias = no_bias if bias is None else bias.detach().float().contiguous().numpy()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product for bf16 x [16 or 32, in_features]."""
+        from workers import tile_kernels
+
+        out = x.new_empty(x.shape[0], self._out_features)
+        x_array, out_array = as_array(x.contiguous()), as_array(out)
+        over_rows(
+            lambda blocks: tile_kernels.few_rows(
+                x_array,
+                self._weights,
+                self._bias,
+                self._chunk,
+                out_array,
+                blocks.start,
+                blocks.stop,
+            ),
+            self._out_features // _COLUMNS,
+            _COLUMNS * x.shape[1] // NUMBERS_AT_ONCE,
+        )
+        return out
+
+
+def weights_of(weight: torch.Tensor, packed: torch.Tensor) -> _Numbers | None:
+    """Return the memory of weights that oneDNN has laid out, if it is laid out for tiles.
+
+    Args:
+        weight: bf16 [out_features, in_features].
+        packed: the same as oneDNN has it.
+
+    Returns:
+        uint16 [out_features / 32, in_features / 32, 16, 32, 2], flat, which is `packed`'s own.
+    """
+    out_features, in_features = weight.shape
+    fits = weight.dtype == torch.bfloat16 and out_features % _COLUMNS == in_features % _DEPTH == 0
+    if not fits or not is_available():
+        return None
+    try:
+        address = int(torch.ops.mkldnn.data_ptr(packed))
+        num_bytes = int(torch.ops.mkldnn._nbytes(packed))
+    except (AttributeError, RuntimeError):
+        return None
+    if num_bytes != 2 * weight.numel():
+        return None
+    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
+    memory = np.ctypeslib.as_array(pointer, (weight.numel(),))
+    plain = as_array(weight.contiguous())
+    blocks = plain.reshape(out_features // _COLUMNS, _COLUMNS, in_features // _DEPTH, 16, 2)
+    expected = blocks.transpose(0, 2, 3, 1, 4)
+    return memory if np.array_equal(memory.reshape(expected.shape), expected) else None
+
+
+def find_chunk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    expected: bytes,
+) -> int | None:
+    """Return the chunk with which a product has some expected bits; None where none has them.
+
+    Args:
+        x: bf16 [16, in_features], such that sums in another order are other numbers.
+        weight: bf16 [out_features, in_features].
+        packed: the same as oneDNN has it.
+        bias: bf16 [out_features].
+        expected: the result's memory.
+    """
+    weights = weights_of(weight, packed)
+    if weights is None:
+        return None
+    for chunk in range(_DEPTH, x.shape[1] + 1, _DEPTH):
+        found = FewRows(packed, weights, bias, chunk)(x)
+        if found.view(torch.uint8).numpy().tobytes() == expected:
+            return chunk
+    return None
