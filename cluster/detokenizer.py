@@ -110,7 +110,7 @@ def _bytes_rule(tokenizer: Any) -> Callable[[str], bytes] | None:
 
 
 class StopStrings:
-    """Looks for many strings in a text as it grows, in a time that hardly grows with their number."""
+    """Looks for strings in a text as it grows, and takes hardly longer for many than for one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._known = frozenset(strings)
@@ -128,7 +128,7 @@ class StopStrings:
         return None
 
     def num_begun(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins a string, but is not all of it."""
+        """Return the length of the longest end of `text` that is less than a string it begins."""
         longest = self._lengths[0] if self._lengths else 0
         for length in range(min(longest - 1, len(text)), 0, -1):
             begun = text[-length:]

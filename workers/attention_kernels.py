@@ -1,11 +1,10 @@
-"""Loops of decodes' attention on CPU, compiled at run time by numba, which copy no KV.
+"""Attention on AMX tiles, compiled at run time by numba: scores, softmax and outputs in one pass.
 
-They do for one token of a request what the library's matrix products do for many, with the same
-bits, on processors whose products of bfloat16 matrices sum in the order of AMX: of each 32 numbers
-the sum of those at even places and the sum of those at odd places, one multiply-add after the
-other, then both together, then onto the total (`TDPBF16PS` in Intel's Software Developer's Manual,
-volume 2). Whether a machine's products do so is for the caller to find out. AMX takes subnormal
-numbers for zeros and these loops don't, which no sum above 2**-100 can show.
+Per 16 rows of queries nothing but their scores is held, in fp32, and keys that no row of them sees
+are not looked at. All numbers are what transformers' eager attention makes of bfloat16 on the CPU:
+scores rounded to bfloat16, torch's softmax of them in fp32, weights rounded to bfloat16, and sums
+over partitions of the values, each rounded, which are added up in fp32. Whether they are so on a
+machine, to the bit, is for the caller to find out.
 
 KV is read where it lies: [blocks, kv_heads, block_size, head_dim], bfloat16 as its bits in uint16.
 The rules of `workers.kernels` hold here too.
@@ -21,253 +20,446 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from workers import kernel_tiles as tiles
 from workers.compiled import kernel
-from workers.kernel_arithmetic import ZERO, address_of, narrow, widen
+from workers.kernel_arithmetic import ZERO, address_of, width_of
+from workers.kernel_tiles import DEPTH, FLOATS, INTS, ROWS, TILE_NUMBERS, i64
 
-_GROUP = 32
-"""Numbers whose products AMX sums before they meet the total."""
-_LANES = 64
-"""Keys, or numbers of a head, whose sums are made together."""
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187e-06
+_LOWEST = -104.0
+"""Below it torch's exponential is 0."""
+_POWERS = (
+    0.00019852761761285365,
+    0.0013930435525253415,
+    0.008333360776305199,
+    0.041666485369205475,
+    0.1666666716337204,
+    0.5,
+)
+"""What torch's exponential multiplies the powers of a remainder by, the highest one first."""
 _LINE = 32
-"""Numbers that a cache line holds."""
-_I64 = ir.IntType(64)
-_LANES_I64 = ir.Constant(_I64, _LANES)
+"""Numbers of a cache line."""
+_APART = 32
+"""Numbers by which a row in memory is longer, so that rows do not compete for cache lines."""
+_HEAD_TILES = 4
+"""Tiles of 16 outputs whose sums are held at once."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _turn(_: Any, keys: Any, offsets: Any, first: Any, turned: Any, column: Any) -> Any:
-    """Widen 32 numbers of 16 keys and write them to 16 columns of 32 rows.
+def _pack_keys(_: Any, keys: Any, offsets: Any, first: Any, packed: Any, at: Any) -> Any:
+    """Write 32 numbers of 16 keys as a tile: each pair of numbers of all keys side by side.
 
     Args:
         keys: the array of all keys.
         offsets: int64 [16]: which of its numbers each of the keys begins at.
-        first: which 32 numbers of a key, from 0 in steps of 32.
-        turned: fp32 [head_dim, _LANES]; rows from `first` on and columns from `column` on.
+        first: the first of the 32 numbers.
+        packed: uint16; the tile goes to number `at`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        keys_type, offsets_type, _, turned_type, _ = signature.args
-        wide = ir.VectorType(ir.IntType(32), 16)
+        keys_type, offsets_type, _, packed_type, _ = signature.args
         rows = []
         for i in range(16):
-            place = address_of(context, builder, offsets_type, args[1], ir.Constant(_I64, i))
+            place = address_of(context, builder, offsets_type, args[1], i64(i))
             offset = builder.add(builder.load(place), args[2])
             pointer = address_of(context, builder, keys_type, args[0], offset)
-            rows.append(builder.load(builder.bitcast(pointer, wide.as_pointer()), align=2))
-        step = 1
-        while step < 16:
-            for i in range(16):
-                if i & step:
-                    continue
-                low = [j - step + 16 if j & step else j for j in range(16)]
-                high = [j + 16 if j & step else j + step for j in range(16)]
-                x, y = rows[i], rows[i + step]
-                rows[i] = builder.shuffle_vector(x, y, _indices(low))
-                rows[i + step] = builder.shuffle_vector(x, y, _indices(high))
-            step *= 2
-        for i, pair in enumerate(rows):
-            even = builder.shl(pair, ir.Constant(wide, [16] * 16))
-            odd = builder.and_(pair, ir.Constant(wide, [0xFFFF0000] * 16))
-            for j, numbers in enumerate((even, odd)):
-                row = builder.add(args[2], ir.Constant(_I64, 2 * i + j))
-                offset = builder.add(builder.mul(row, _LANES_I64), args[4])
-                pointer = address_of(context, builder, turned_type, args[3], offset)
-                builder.store(numbers, builder.bitcast(pointer, wide.as_pointer()), align=4)
+            rows.append(tiles.load_vector(builder, pointer, INTS, 2))
+        for i, pairs in enumerate(tiles.transposed(builder, rows)):
+            place = builder.add(args[4], i64(DEPTH * i))
+            pointer = address_of(context, builder, packed_type, args[3], place)
+            tiles.store_vector(builder, pairs, pointer, 2)
         return context.get_dummy_value()
 
-    return types.void(keys, offsets, types.int64, turned, types.int64), generate
+    return types.void(keys, offsets, types.int64, packed, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line that holds an array's number `offset`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32]),
-            "llvm.prefetch.p0i8",
-        )
-        place = address_of(context, builder, signature.args[0], args[0], args[1])
-        read, keep, data = ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)
-        builder.call(prefetch, [builder.bitcast(place, byte), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), generate
-
-
-def _indices(numbers: list[int]) -> Any:
-    return ir.Constant(ir.VectorType(ir.IntType(32), 16), numbers)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _add_group(_: Any, factors: Any, factor: Any, rows: Any, row: Any, total: Any) -> Any:
-    """Add to `total` [_LANES] what 32 factors times 32 rows of numbers sum to, as AMX does.
+def _scores(_: Any, query: Any, row: Any, packed: Any, blocks: Any, depth: Any, out: Any) -> Any:
+    """Write the products of 16 rows of queries and some keys to `out`.
 
     Args:
-        factors: an array of fp32; those from number `factor` on.
-        rows: fp32 [rows, _LANES]; those from `row` on.
-        total: fp32 [_LANES].
+        query: contiguous bf16 [rows, depth].
+        row: the first of the rows.
+        packed: keys as `_pack_keys` writes them, [blocks, depth / 32, 16, 32].
+        blocks: how many times 16 keys.
+        depth: a multiple of 32.
+        out: fp32 [16, columns], at least 16 times `blocks`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        factors_type, _, rows_type, _, total_type = signature.args
-        vector = ir.VectorType(ir.FloatType(), 16)
-        pieces = _LANES // 16
-        fma_of = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), "llvm.fma.v16f32"
-        )
-        zero = ir.Constant(vector, [0.0] * 16)
-        sums = [[zero] * pieces, [zero] * pieces]
-        first = builder.mul(args[3], _LANES_I64)
-        for j in range(_GROUP):
-            place = builder.add(args[1], ir.Constant(_I64, j))
-            number = builder.load(address_of(context, builder, factors_type, args[0], place))
-            one = builder.insert_element(zero, number, ir.Constant(ir.IntType(32), 0))
-            spread = builder.shuffle_vector(one, zero, _indices([0] * 16))
-            for piece in range(pieces):
-                offset = builder.add(first, ir.Constant(_I64, j * _LANES + 16 * piece))
-                pointer = address_of(context, builder, rows_type, args[2], offset)
-                numbers = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=4)
-                own = sums[j % 2]
-                own[piece] = builder.call(fma_of, [spread, numbers, own[piece]])
-        for piece in range(pieces):
-            pointer = address_of(
-                context, builder, total_type, args[4], ir.Constant(_I64, 16 * piece)
+        query_type, _, packed_type, _, _, out_type = signature.args
+        stride = builder.mul(args[4], i64(2))
+        out_stride = builder.mul(width_of(context, builder, out_type, args[5]), i64(4))
+        row_at = builder.mul(args[1], args[4])
+        groups = builder.udiv(args[4], i64(DEPTH))
+        with cgutils.for_range(builder, args[3]) as block:
+            block_at = builder.mul(block.index, builder.mul(groups, i64(TILE_NUMBERS)))
+            tiles.zero(builder, 0)
+            with cgutils.for_range(builder, groups) as group:
+                place = builder.add(row_at, builder.mul(group.index, i64(DEPTH)))
+                pointer = address_of(context, builder, query_type, args[0], place)
+                tiles.load(builder, 1, pointer, stride)
+                place = builder.add(block_at, builder.mul(group.index, i64(TILE_NUMBERS)))
+                pointer = address_of(context, builder, packed_type, args[2], place)
+                tiles.load(builder, 2, pointer, i64(2 * DEPTH))
+                tiles.multiply(builder, 0, 1, 2)
+            place = builder.mul(block.index, i64(ROWS))
+            pointer = address_of(context, builder, out_type, args[5], place)
+            tiles.store(builder, 0, pointer, out_stride)
+        return context.get_dummy_value()
+
+    return types.void(query, types.int64, packed, types.int64, types.int64, out), generate
+
+
+def _exponentials(builder: Any, x: Any) -> Any:
+    """Return e^x of 16 numbers up to 0, as torch's vectors have it by SLEEF (expf, 1.0 ULP)."""
+    is_low = builder.fcmp_ordered("<", x, tiles.floats(_LOWEST))
+    within = builder.select(is_low, tiles.floats(_LOWEST), x)
+    n = tiles.rounded(builder, builder.fmul(within, tiles.floats(_LOG2_E)))
+    rest = tiles.fused_multiply_add(builder, n, tiles.floats(-_LN2_HIGH), within)
+    rest = tiles.fused_multiply_add(builder, n, tiles.floats(-_LN2_LOW), rest)
+    y = tiles.floats(_POWERS[0])
+    for power in _POWERS[1:]:
+        y = tiles.fused_multiply_add(builder, y, rest, tiles.floats(power))
+    y = tiles.fused_multiply_add(builder, builder.fmul(rest, rest), y, rest)
+    y = builder.fadd(y, tiles.floats(1.0))
+    exponent = builder.fptosi(n, INTS)
+    half = builder.ashr(exponent, tiles.ints(1))
+    for part in (half, builder.sub(exponent, half)):
+        power = builder.shl(builder.add(part, tiles.ints(127)), tiles.ints(23))
+        y = builder.fmul(y, builder.bitcast(power, FLOATS))
+    return builder.select(is_low, tiles.floats(0.0), y)
+
+
+def _over_lanes(builder: Any, vector: Any, join: Any) -> Any:
+    """Return a vector whose numbers all are what 16 numbers come to, halves first."""
+    for distance in (8, 4, 2, 1):
+        moved = tiles.shuffled(builder, vector, vector, [i ^ distance for i in range(16)])
+        vector = join(builder, vector, moved)
+    return vector
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _softmax(
+    _: Any, scores: Any, row: Any, first: Any, after: Any, scaling: Any, weights: Any, blocks: Any
+) -> Any:
+    """Write the weights of a row to `weights`, from its products, which are overwritten.
+
+    Args:
+        scores: fp32 [rows, columns].
+        row: which row, of both arrays.
+        first: the first column that the row sees.
+        after: the column after the last one that it sees.
+        scaling: fp32.
+        weights: bf16 [rows, columns].
+        blocks: how many times 32 columns of `weights` are written, at least up to `after`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores_type, _, _, _, _, weights_type, _ = signature.args
+        at = builder.mul(args[1], width_of(context, builder, scores_type, args[0]))
+        out_at = builder.mul(args[1], width_of(context, builder, weights_type, args[5]))
+        halves = builder.udiv(builder.add(args[3], i64(15)), i64(16))
+        scaling = tiles.spread(builder, args[4], FLOATS)
+        is_scaled = builder.fcmp_ordered("!=", args[4], ir.Constant(ir.FloatType(), 1.0))
+        i32 = ir.IntType(32)
+        low, high = (tiles.spread(builder, builder.trunc(x, i32), INTS) for x in args[2:4])
+        lanes = ir.Constant(INTS, list(range(16)))
+        largest = cgutils.alloca_once_value(builder, tiles.floats(float("-inf")))
+        total = cgutils.alloca_once_value(builder, tiles.floats(0.0))
+
+        def place(block: Any) -> Any:
+            offset = builder.add(at, builder.mul(block, i64(16)))
+            return address_of(context, builder, scores_type, args[0], offset)
+
+        with cgutils.for_range(builder, halves) as loop:
+            pointer = place(loop.index)
+            x = tiles.load_vector(builder, pointer, FLOATS, 4)
+            x = builder.bitcast(tiles.rounded_to_bf16(builder, x), FLOATS)
+            rounded = tiles.rounded_to_bf16(builder, builder.fmul(x, scaling))
+            x = builder.select(is_scaled, builder.bitcast(rounded, FLOATS), x)
+            first = builder.trunc(builder.mul(loop.index, i64(16)), i32)
+            columns = builder.add(tiles.spread(builder, first, INTS), lanes)
+            is_seen = builder.and_(
+                builder.icmp_signed(">=", columns, low), builder.icmp_signed("<", columns, high)
             )
-            pointer = builder.bitcast(pointer, vector.as_pointer())
-            both = builder.fadd(sums[0][piece], sums[1][piece])
-            builder.store(builder.fadd(builder.load(pointer, align=4), both), pointer, align=4)
+            x = builder.select(is_seen, x, tiles.floats(float("-inf")))
+            builder.store(_larger(builder, builder.load(largest), x), largest)
+            tiles.store_vector(builder, x, pointer, 4)
+        most = _over_lanes(builder, builder.load(largest), _larger)
+        with cgutils.for_range(builder, halves) as loop:
+            pointer = place(loop.index)
+            x = tiles.load_vector(builder, pointer, FLOATS, 4)
+            x = _exponentials(builder, builder.fsub(x, most))
+            builder.store(builder.fadd(builder.load(total), x), total)
+            tiles.store_vector(builder, x, pointer, 4)
+        whole = _over_lanes(builder, builder.load(total), lambda b, x, y: b.fadd(x, y))
+        factor = builder.fdiv(tiles.floats(1.0), whole)
+        words = ir.VectorType(ir.IntType(16), 16)
+        with cgutils.for_range(builder, builder.mul(args[6], i64(2))) as loop:
+            offset = builder.add(out_at, builder.mul(loop.index, i64(16)))
+            pointer = address_of(context, builder, weights_type, args[5], offset)
+            is_any = builder.icmp_signed("<", loop.index, halves)
+            with builder.if_else(is_any) as (then, otherwise):
+                with then:
+                    x = tiles.load_vector(builder, place(loop.index), FLOATS, 4)
+                    narrowed = tiles.narrowed(builder, builder.fmul(x, factor))
+                    tiles.store_vector(builder, narrowed, pointer, 2)
+                with otherwise:
+                    tiles.store_vector(builder, ir.Constant(words, [0] * 16), pointer, 2)
         return context.get_dummy_value()
 
-    return types.void(factors, types.int64, rows, types.int64, total), generate
+    given = (scores, types.int64, types.int64, types.int64, types.float32, weights, types.int64)
+    return types.void(*given), generate
 
 
-@kernel
-def decode_scores(
-    query: Any, keys: Any, rows: Any, tables: Any, origins: Any, firsts: Any, ends: Any, scores: Any
-) -> None:
-    """Write the products of q and k of requests with one token each.
+@intrinsic  # type: ignore[untyped-decorator]
+def _outputs(
+    _: Any, weights: Any, packed: Any, first: Any, after: Any, per_group: Any, tile: Any, sums: Any
+) -> Any:
+    """Write the sums of values by weight of 16 rows to `sums`.
 
     Args:
-        query: [rows, heads, head_dim], whose last size is a multiple of 32.
-        keys: see the module.
-        rows: int64 [requests]: rows of the query.
-        tables: int64 [requests, blocks + 1]: block ids, the last one never read.
-        origins: int64 [requests]: position of the key that column 0 stands for.
-        firsts: int64 [requests]: the first column that is wanted; `ends` the one after the last.
-        scores: [requests, heads, columns], written where it is wanted.
+        weights: bf16 [16, columns].
+        packed: values as `attend` packs them, [groups, per_group, 16, 32].
+        first: the first 32 columns to sum; `after` are the ones after the last.
+        per_group: tiles of 16 outputs that there are.
+        tile: the first tile of outputs to sum; there are four, whatever is in those that are not.
+        sums: fp32 [16, 64].
     """
-    heads, head_dim = query.shape[1], query.shape[2]
-    kv_heads, size = keys.shape[1], keys.shape[2]
-    per_kv_head = heads // kv_heads
-    turned = np.empty((head_dim, _LANES), np.float32)
-    offsets = np.empty(16, np.int64)
-    q = np.empty((per_kv_head, head_dim), np.float32)
-    total = np.empty(_LANES, np.float32)
-    for i in range(rows.shape[0]):
-        table = tables[i]
-        for kv_head in range(kv_heads):
-            for g in range(per_kv_head):
-                own = query[rows[i], kv_head * per_kv_head + g]
-                for d in range(head_dim):
-                    q[g, d] = widen(own[d])
-            block, place = divmod(origins[i] + firsts[i], size)
-            for first in range(firsts[i], ends[i], _LANES):
-                count = min(_LANES, ends[i] - first)
-                for column in range(0, count, 16):
-                    for j in range(16):
-                        offsets[j] = ((table[block] * kv_heads + kv_head) * size + place) * head_dim
-                        ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * head_dim
-                        for d in range(0, head_dim, _LINE):
-                            _prefetch(keys, ahead + d)
-                        if first + column + j + 1 < ends[i]:
-                            place += 1
-                            if place == size:
-                                block, place = block + 1, 0
-                    for d in range(0, head_dim, _GROUP):
-                        _turn(keys, offsets, d, turned, column)
-                for g in range(per_kv_head):
-                    total[:] = ZERO
-                    for d in range(0, head_dim, _GROUP):
-                        _add_group(q, g * head_dim + d, turned, d, total)
-                    out = scores[i, kv_head * per_kv_head + g, first : first + count]
-                    for j in range(count):
-                        out[j] = narrow(total[j], query[0, 0, 0])
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights_type, packed_type, _, _, _, _, sums_type = signature.args
+        stride = builder.mul(width_of(context, builder, weights_type, args[0]), i64(2))
+        for number in range(_HEAD_TILES):
+            tiles.zero(builder, number)
+        with cgutils.for_range_slice(builder, args[2], args[3], i64(1), inc=True) as (group, _):
+            place = builder.mul(group, i64(DEPTH))
+            pointer = address_of(context, builder, weights_type, args[0], place)
+            tiles.load(builder, 4, pointer, stride)
+            at = builder.add(builder.mul(group, args[4]), args[5])
+            for number in range(_HEAD_TILES):
+                place = builder.mul(builder.add(at, i64(number)), i64(TILE_NUMBERS))
+                pointer = address_of(context, builder, packed_type, args[1], place)
+                tiles.load(builder, 5 + number % 3, pointer, i64(2 * DEPTH))
+                tiles.multiply(builder, number, 4, 5 + number % 3)
+        for number in range(_HEAD_TILES):
+            pointer = address_of(context, builder, sums_type, args[6], i64(16 * number))
+            tiles.store(builder, number, pointer, i64(4 * 16 * _HEAD_TILES))
+        return context.get_dummy_value()
+
+    given = (weights, packed, types.int64, types.int64, types.int64, types.int64, sums)
+    return types.void(*given), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pack_values(
+    _: Any, values: Any, even: Any, odd: Any, has_odd: Any, dim: Any, packed: Any, at: Any
+) -> Any:
+    """Write two values as a row of each of their tiles, number by number side by side.
+
+    Args:
+        values: the array of all values.
+        even: which of its numbers the first of the two begins at; `odd` likewise for the other.
+        has_odd: 1, or 0 where zeros are to stand for the other one.
+        dim: numbers of a value, a multiple of 16.
+        packed: uint16; the row of the first tile goes to number `at`, tiles follow each other.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values_type, _, _, _, _, packed_type, _ = signature.args
+        words = ir.VectorType(ir.IntType(16), 16)
+        kept = builder.sub(ir.Constant(ir.IntType(32), 0), builder.trunc(args[3], ir.IntType(32)))
+        mask = tiles.spread(builder, kept, INTS)
+        with cgutils.for_range(builder, builder.udiv(args[4], i64(16))) as loop:
+            first = builder.mul(loop.index, i64(16))
+            pair = []
+            for begins in args[1:3]:
+                place = builder.add(begins, first)
+                pointer = address_of(context, builder, values_type, args[0], place)
+                pair.append(builder.zext(tiles.load_vector(builder, pointer, words, 2), INTS))
+            high = builder.and_(builder.shl(pair[1], tiles.ints(16)), mask)
+            place = builder.add(args[6], builder.mul(loop.index, i64(TILE_NUMBERS)))
+            pointer = address_of(context, builder, packed_type, args[5], place)
+            tiles.store_vector(builder, builder.or_(pair[0], high), pointer, 2)
+        return context.get_dummy_value()
+
+    given = (values, types.int64, types.int64, types.int64, types.int64, packed, types.int64)
+    return types.void(*given), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _add_rounded(_: Any, sums: Any, count: Any, totals: Any, column: Any) -> Any:
+    """Round the first `count` rows of sums to bf16 and add them to `totals`, from a column on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums_type, _, totals_type, _ = signature.args
+        width = width_of(context, builder, totals_type, args[2])
+        with cgutils.for_range(builder, args[1]) as row:
+            sums_at = builder.mul(row.index, i64(16 * _HEAD_TILES))
+            totals_at = builder.add(builder.mul(row.index, width), args[3])
+            for number in range(_HEAD_TILES):
+                place = builder.add(sums_at, i64(16 * number))
+                pointer = address_of(context, builder, sums_type, args[0], place)
+                bits = tiles.rounded_to_bf16(
+                    builder, tiles.load_vector(builder, pointer, FLOATS, 4)
+                )
+                place = builder.add(totals_at, i64(16 * number))
+                pointer = address_of(context, builder, totals_type, args[2], place)
+                total = tiles.load_vector(builder, pointer, FLOATS, 4)
+                total = builder.fadd(total, builder.bitcast(bits, FLOATS))
+                tiles.store_vector(builder, total, pointer, 4)
+        return context.get_dummy_value()
+
+    return types.void(sums, types.int64, totals, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _write_rounded(_: Any, totals: Any, row: Any, dim: Any, out: Any, at: Any) -> Any:
+    """Write `dim` numbers of a row of totals as bf16, from number `at` of `out` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals_type, _, _, out_type, _ = signature.args
+        row_at = builder.mul(args[1], width_of(context, builder, totals_type, args[0]))
+        with cgutils.for_range(builder, builder.udiv(args[2], i64(16))) as loop:
+            first = builder.mul(loop.index, i64(16))
+            place = builder.add(row_at, first)
+            pointer = address_of(context, builder, totals_type, args[0], place)
+            total = tiles.load_vector(builder, pointer, FLOATS, 4)
+            place = builder.add(args[4], first)
+            pointer = address_of(context, builder, out_type, args[3], place)
+            tiles.store_vector(builder, tiles.narrowed(builder, total), pointer, 2)
+        return context.get_dummy_value()
+
+    return types.void(totals, types.int64, types.int64, out, types.int64), generate
 
 
 @kernel
-def decode_outputs(
-    weights: Any,
+def attend(
+    query: Any,
+    keys: Any,
     values: Any,
-    rows: Any,
+    tile_rows: Any,
+    num_tokens: Any,
+    starts: Any,
     tables: Any,
     origins: Any,
-    firsts: Any,
-    ends: Any,
-    partitions: Any,
+    num_columns: Any,
+    window: Any,
+    scaling: Any,
     partition: Any,
     out: Any,
 ) -> None:
-    """Write the sums of values by weight of requests with one token each.
+    """Write the attention of some tokens that follow each other in requests.
 
     Args:
-        weights: [requests, heads, columns], a multiple of 32 columns, zero where nothing is seen.
-        values: see the module.
-        rows: int64 [requests]: rows of the output.
-        tables: see `decode_scores`, as are `origins`, `firsts` and `ends`.
-        partitions: int64 [requests]: into how many partitions a request's columns fall.
-        partition: columns of one. Each is summed and rounded, and then all of them are.
-        out: [rows, heads, head_dim], written where a request's row is.
+        query: [rows, heads, head_dim], whose last size is a multiple of 32.
+        keys: see the module; `values` likewise.
+        tile_rows: int64 [tiles]: rows of the query of each tile's first token.
+        num_tokens: int64 [tiles]: tokens of each, at least one.
+        starts: int64 [tiles]: position of each one's first token.
+        tables: int64 [tiles, blocks + 1]: block ids of each one's request, and any other one.
+        origins: int64 [tiles]: the first position whose key each looks at.
+        num_columns: int64 [tiles]: keys that a tile in this place may look at, a multiple of 32:
+            they fall into partitions from its origin on.
+        window: keys that a token sees, itself included.
+        scaling: fp32, a factor of the rounded scores, which are rounded again.
+        partition: keys whose values are summed before the sum is rounded.
+        out: [rows, heads, head_dim], written where a tile's rows are.
     """
-    heads, head_dim = out.shape[1], out.shape[2]
-    kv_heads, size = values.shape[1], values.shape[2]
+    heads, dim = query.shape[1], query.shape[2]
+    kv_heads, size = keys.shape[1], keys.shape[2]
     per_kv_head = heads // kv_heads
-    like = weights[0, 0, 0]
-    pieces = (head_dim + _LANES - 1) // _LANES
-    wide = np.zeros((pieces * _GROUP, _LANES), np.float32)
-    factors = np.empty(_GROUP, np.float32)
-    totals = np.empty((per_kv_head, pieces, _LANES), np.float32)
-    results = np.empty((per_kv_head, pieces, _LANES), np.float32)
-    for i in range(rows.shape[0]):
-        table = tables[i]
+    most_rows = (num_tokens.max() * per_kv_head + ROWS - 1) // ROWS * ROWS
+    most_columns = num_columns.max()
+    key_groups, value_tiles = dim // DEPTH, dim // ROWS
+    queries = np.zeros((most_rows, dim), np.uint16)
+    packed_keys = np.empty(most_columns * dim, np.uint16)
+    # Where a head has no multiple of 64 numbers, the last tiles are read and not used.
+    packed_values = np.zeros(most_columns * dim + _HEAD_TILES * TILE_NUMBERS, np.uint16)
+    scores = np.empty((ROWS, most_columns + _APART), np.float32)
+    weights = np.empty((ROWS, most_columns + _APART), np.uint16)
+    offsets, pair = np.empty(ROWS, np.int64), np.empty(2, np.int64)
+    sums = np.empty((ROWS, 16 * _HEAD_TILES), np.float32)
+    totals = np.empty((ROWS, (dim + 63) // 64 * 64), np.float32)
+    tiles.begin()
+    for i in range(tile_rows.shape[0]):
+        table, origin, tokens = tables[i], origins[i], num_tokens[i]
+        rows = tokens * per_kv_head
+        known = starts[i] + tokens - origin
         for kv_head in range(kv_heads):
-            results[:, :, :] = ZERO
-            for part in range(partitions[i]):
-                totals[:, :, :] = ZERO
-                for group in range(part * partition, (part + 1) * partition, _GROUP):
-                    low, high = max(group, firsts[i]), min(group + _GROUP, ends[i])
-                    if low >= high:
-                        continue
-                    if high - low < _GROUP:
-                        wide[:, :] = ZERO
-                    block, place = divmod(origins[i] + low, size)
-                    for column in range(low, high):
-                        value = values[table[block], kv_head, place]
-                        ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * head_dim
-                        for d in range(0, head_dim, _LINE):
-                            _prefetch(values, ahead + d)
+            for token in range(tokens):
+                for g in range(per_kv_head):
+                    own = query[tile_rows[i] + token, kv_head * per_kv_head + g]
+                    for d in range(dim):
+                        queries[token * per_kv_head + g, d] = own[d]
+            block, place = divmod(origin, size)
+            for first in range(0, known, DEPTH):
+                for half in range(0, DEPTH, ROWS):
+                    for j in range(ROWS):
+                        offsets[j] = ((table[block] * kv_heads + kv_head) * size + place) * dim
+                        ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
+                        for d in range(0, dim, _LINE):
+                            tiles.prefetch(keys, ahead + d)
+                        if first + half + j + 1 < known:
+                            place += 1
+                            if place == size:
+                                block, place = block + 1, 0
+                    for d in range(0, dim, DEPTH):
+                        at = ((first + half) // ROWS * key_groups + d // DEPTH) * TILE_NUMBERS
+                        _pack_keys(keys, offsets, d, packed_keys, at)
+            block, place = divmod(origin, size)
+            for first in range(0, (known + DEPTH - 1) // DEPTH * DEPTH, 2):
+                pair[0] = pair[1] = ((table[block] * kv_heads + kv_head) * size + place) * dim
+                for which in range(2):
+                    if first + which < known:
+                        pair[which] = ((table[block] * kv_heads + kv_head) * size + place) * dim
+                        ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
+                        for d in range(0, dim, _LINE):
+                            tiles.prefetch(values, ahead + d)
                         place += 1
                         if place == size:
                             block, place = block + 1, 0
-                        for piece in range(pieces):
-                            numbers = value[piece * _LANES : (piece + 1) * _LANES]
-                            row = wide[piece * _GROUP + column - group]
-                            for d in range(numbers.shape[0]):
-                                row[d] = widen(numbers[d])
-                    for g in range(per_kv_head):
-                        weight = weights[i, kv_head * per_kv_head + g, group : group + _GROUP]
-                        for j in range(_GROUP):
-                            factors[j] = widen(weight[j])
-                        for piece in range(pieces):
-                            _add_group(factors, 0, wide, piece * _GROUP, totals[g, piece])
-                for g in range(per_kv_head):
-                    for piece in range(pieces):
-                        for lane in range(_LANES):
-                            rounded = widen(narrow(totals[g, piece, lane], like))
-                            results[g, piece, lane] += rounded
-            for g in range(per_kv_head):
-                result = out[rows[i], kv_head * per_kv_head + g]
-                for d in range(head_dim):
-                    result[d] = narrow(results[g, d // _LANES, d % _LANES], like)
+                if first < known:
+                    has_odd = 1 if first + 1 < known else 0
+                    at = first // DEPTH * value_tiles * TILE_NUMBERS + first % DEPTH * ROWS
+                    _pack_values(values, pair[0], pair[1], has_odd, dim, packed_values, at)
+                else:
+                    for tile in range(value_tiles):
+                        at = (first // DEPTH * value_tiles + tile) * TILE_NUMBERS
+                        at += first % DEPTH * ROWS
+                        packed_values[at : at + DEPTH] = np.uint16(0)
+            for row in range(0, rows, ROWS):
+                last_token = min((row + ROWS - 1) // per_kv_head, tokens - 1)
+                columns = starts[i] + last_token + 1 - origin
+                groups = (columns + DEPTH - 1) // DEPTH
+                _scores(queries, row, packed_keys, 2 * groups, dim, scores)
+                count = min(ROWS, rows - row)
+                for r in range(count):
+                    token = (row + r) // per_kv_head
+                    after = starts[i] + token + 1 - origin
+                    _softmax(scores, r, max(after - window, 0), after, scaling, weights, groups)
+                totals[:, :] = ZERO
+                for begins in range(0, num_columns[i], partition):
+                    ends = min((begins + partition) // DEPTH, groups)
+                    for tile in range(0, value_tiles, _HEAD_TILES):
+                        _outputs(
+                            weights,
+                            packed_values,
+                            min(begins // DEPTH, ends),
+                            ends,
+                            value_tiles,
+                            tile,
+                            sums,
+                        )
+                        _add_rounded(sums, count, totals, 16 * tile)
+                for r in range(count):
+                    token, g = divmod(row + r, per_kv_head)
+                    head = kv_head * per_kv_head + g
+                    at = ((tile_rows[i] + token) * heads + head) * dim
+                    _write_rounded(totals, r, dim, out, at)
+    tiles.end()

@@ -14,12 +14,15 @@ that sums over at most 256 numbers, for row counts that are multiples of 16. So:
   Granules after the request's end are read from the cache's zero block, and what comes after the
   end in the last one is set to zero, so that nothing stale is summed.
 Tiles of equal shape, whosever they are, are computed together; how the batch falls into such
-groups changes no bit. Tiles of one token go through `workers.decode_attention` where that gives
-the same bits as the products.
+groups changes no bit.
+
+On processors with AMX `workers.tile_attention` does the same without copies, in the order in which
+the library's products sum there. It is used where a probe gets the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,8 +32,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.decode_attention import DecodeBatch, Int64Array, agrees_with_products
+from workers import compiled, tile_products
 from workers.kv_cache import KVCache, LayerSpec, Span
+from workers.tile_attention import HEAD_DIM_MULTIPLE, Int64Array, TileBatch
 
 TILE = 128
 """Positions per query tile."""
@@ -85,7 +89,6 @@ class _Plan:
     """What depends on a step's batch, a window and the numbers of heads, but not on the layer."""
 
     groups: list[_Group]
-    decodes: list[DecodeBatch]
     query_rows: torch.Tensor
     """int64 [padded rows]: rows of the query seen as [rows * heads, head_dim]."""
     output_rows: torch.Tensor
@@ -95,14 +98,59 @@ class _Plan:
 def prepare(layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
     """Find out and compile beforehand what the first batch would have to wait for."""
     for layer in layers:
-        agrees_with_products(layer.head_dim, dtype, KEY_PARTITION)
+        tiles_agree(layer.head_dim, dtype)
+
+
+@functools.cache
+def tiles_agree(head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether AMX tiles give this machine's bits of attention."""
+    if dtype != torch.bfloat16 or head_dim % HEAD_DIM_MULTIPLE or not tile_products.is_available():
+        return False
+    with torch.inference_mode(), compiled.alone():
+        return all(_agrees(head_dim, scaling) for scaling in (1.0, 0.3))
+
+
+def _agrees(head_dim: int, scaling: float) -> bool:
+    """Compare a tile with all its tokens, others with some, and decodes."""
+    heads, kv_heads, block_size = 6, 2, 16
+    ends = [TILE, 5 * TILE, 2 * TILE + 7, 3 * TILE + 1]
+    starts = [0, 4 * TILE, 2 * TILE, 3 * TILE]
+    cache = KVCache(
+        [LayerSpec(kv_heads, head_dim)],
+        num_blocks=sum(-(-n // block_size) for n in ends),
+        block_size=block_size,
+        dtype=torch.bfloat16,
+    )
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    for kept in (cache.key(0), cache.value(0)):
+        kept.copy_(numbers(*kept.shape))
+    spans, row, block = [], 0, 0
+    for start, end in zip(starts, ends, strict=True):
+        count = -(-end // block_size)
+        table = np.arange(block, block + count, dtype=np.int32)
+        spans.append(Span(row, start, end - start, table))
+        row, block = row + end - start, block + count
+    query = numbers(row, heads, head_dim)
+    found = [
+        BlockedKernel(spans, cache, use_tiles=use_tiles).attend(0, query, scaling, None, None)
+        for use_tiles in (True, False)
+    ]
+    return torch.equal(*found)
 
 
 class BlockedKernel:
     """Attention of one step's batch; see the module's rules."""
 
-    def __init__(self, spans: Sequence[Span], cache: KVCache) -> None:
+    def __init__(
+        self, spans: Sequence[Span], cache: KVCache, *, use_tiles: bool | None = None
+    ) -> None:
+        """Take a batch's spans; AMX tiles are used if so said, and by default if they agree."""
         self._cache = cache
+        self._use_tiles = use_tiles
         self._granule = math.gcd(cache.block_size, TILE)
         self._tables = np.full(
             (len(spans), max(len(span.block_table) for span in spans) + 1),
@@ -117,38 +165,52 @@ class BlockedKernel:
                 end = min(first + TILE, span.end)
                 row = span.first_row + start - span.start
                 self._tiles.append(_Tile(i, row, start, end - start, end))
-        self._plans: dict[tuple[int | None, int, int, int, int], _Plan] = {}
+        self._plans: dict[tuple[int | None, int, int, int], _Plan] = {}
+        self._tile_batches: dict[int | None, TileBatch] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, scaling: float, window: int | None, cap: float | None
     ) -> torch.Tensor:
         """See `workers.attention.Kernel.attend`."""
-        rows, heads, head_dim = query.shape
         keys, values = self._cache.key(layer), self._cache.value(layer)
-        plan = self._plan(window, rows, heads, head_dim, keys.shape[1])
         if math.frexp(scaling)[0] == 0.5:
             # A power of two rounds nothing, so it may go to the operand that has fewer numbers.
             query, scaling = query * scaling, 1.0
-        out = self._in_tiles(plan, query, keys, values, scaling, cap)
-        for decodes in plan.decodes:
-            scores = _scaled(decodes.scores(query, keys), scaling, cap).add_(decodes.bias)
-            weights = torch.softmax(scores, dim=-1)
-            decodes.weighted_sum(weights, values, KEY_PARTITION, out)
-        return out
+        use_tiles = self._use_tiles
+        if use_tiles is None:
+            use_tiles = cap is None and tiles_agree(query.shape[2], query.dtype)
+        if use_tiles:
+            batch = self._tile_batch(window)
+            return batch.attend(
+                query, keys, values, scaling=scaling, window=window, partition=KEY_PARTITION
+            )
+        return self._products(query, keys, values, scaling, window, cap)
 
-    def _in_tiles(
+    def _tile_batch(self, window: int | None) -> TileBatch:
+        if window not in self._tile_batches:
+            origins = np.array([_first_key(tile, window) for tile in self._tiles])
+            self._tile_batches[window] = TileBatch(
+                rows=np.array([tile.first_row for tile in self._tiles]),
+                num_tokens=np.array([tile.num_tokens for tile in self._tiles]),
+                starts=np.array([tile.start for tile in self._tiles]),
+                tables=self._tables[[tile.span for tile in self._tiles]],
+                origins=origins,
+                num_columns=np.array([_tile_end(tile) for tile in self._tiles]) - origins,
+            )
+        return self._tile_batches[window]
+
+    def _products(
         self,
-        plan: _Plan,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         scaling: float,
+        window: int | None,
         cap: float | None,
     ) -> torch.Tensor:
-        """Return the output of the rows in groups, with zeros for all others."""
-        if not plan.groups:
-            return torch.zeros_like(query, memory_format=torch.contiguous_format)
+        """Return what `attend` does, made of the library's products."""
         rows, heads, head_dim = query.shape
+        plan = self._plan(window, rows, heads, keys.shape[1])
         padded = query.reshape(-1, head_dim).index_select(0, plan.query_rows)
         out = torch.empty_like(padded)
         for group in plan.groups:
@@ -158,33 +220,21 @@ class BlockedKernel:
             )
             q = padded[part].view(-1, group.rows, head_dim)
             k = _gather(keys, group.keys, self._granule)
-            scores = _scaled(torch.bmm(q, k.transpose(1, 2)), scaling, cap)
-            by_tile = scores.view(group.num_tiles, -1, group.rows, group.num_keys)
-            by_tile[..., group.num_keys - group.bias.shape[-1] :].add_(group.bias)
-            weights = torch.softmax(scores, dim=-1)
+            weights = _weights(q, k, group, scaling, cap)
             v = (_gather(values, copied, self._granule) for copied in group.values)
             out[part] = _weighted_sum(weights, v).view(-1, head_dim)
         return out.index_select(0, plan.output_rows).view(rows, heads, head_dim)
 
-    def _plan(
-        self, window: int | None, rows: int, heads: int, head_dim: int, kv_heads: int
-    ) -> _Plan:
-        key = (window, rows, heads, head_dim, kv_heads)
+    def _plan(self, window: int | None, rows: int, heads: int, kv_heads: int) -> _Plan:
+        key = (window, rows, heads, kv_heads)
         if key not in self._plans:
-            self._plans[key] = self._make_plan(window, rows, heads, head_dim, kv_heads)
+            self._plans[key] = self._make_plan(window, rows, heads, kv_heads)
         return self._plans[key]
 
-    def _make_plan(
-        self, window: int | None, rows: int, heads: int, head_dim: int, kv_heads: int
-    ) -> _Plan:
+    def _make_plan(self, window: int | None, rows: int, heads: int, kv_heads: int) -> _Plan:
         per_kv_head = heads // kv_heads
         shapes: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
-        decodes: list[_Tile] = []
-        is_exact = agrees_with_products(head_dim, self._cache.dtype, KEY_PARTITION)
         for tile in self._tiles:
-            if is_exact and tile.num_tokens == 1:
-                decodes.append(tile)
-                continue
             num_rows = _round_up(tile.num_tokens * per_kv_head, ROW_MULTIPLE)
             shapes[num_rows, _tile_end(tile) - _first_key(tile, window)].append(tile)
         groups: list[_Group] = []
@@ -192,7 +242,7 @@ class BlockedKernel:
         output_rows = np.zeros(rows * heads, np.int64)
         first_padded = 0
         for (num_rows, num_keys), tiles in shapes.items():
-            numbers = kv_heads * num_keys * max(num_rows, head_dim)
+            numbers = kv_heads * num_keys * max(num_rows, self._cache.layers[0].head_dim)
             at_once = max(1, _GROUP_NUMBERS // numbers)
             for i in range(0, len(tiles), at_once):
                 part = tiles[i : i + at_once]
@@ -213,8 +263,7 @@ class BlockedKernel:
                 first_padded += source.size
         return _Plan(
             groups,
-            self._decodes(decodes, window, heads),
-            torch.from_numpy(np.concatenate(query_rows or [np.empty(0, np.int64)])),
+            torch.from_numpy(np.concatenate(query_rows)),
             torch.from_numpy(output_rows),
         )
 
@@ -276,29 +325,6 @@ class BlockedKernel:
         bias = torch.zeros((len(tiles), 1, num_rows, biased), dtype=self._cache.dtype)
         return bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf)
 
-    def _decodes(self, tiles: list[_Tile], window: int | None, heads: int) -> list[DecodeBatch]:
-        """Return tiles of one token each, so many together that their scores fit in memory."""
-        if not tiles:
-            return []
-        origins = np.array([_first_key(tile, window) for tile in tiles])
-        num_keys = np.array([_tile_end(tile) for tile in tiles]) - origins
-        ends = np.array([tile.end for tile in tiles]) - origins
-        firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-        columns = np.arange(int(num_keys.max()))
-        hidden = (columns < firsts[:, None]) | (columns >= ends[:, None])
-        bias = torch.zeros((len(tiles), 1, len(columns)), dtype=self._cache.dtype)
-        all_of_them = DecodeBatch(
-            rows=np.array([tile.first_row for tile in tiles]),
-            tables=self._tables[[tile.span for tile in tiles]],
-            origins=origins,
-            firsts=firsts,
-            ends=ends,
-            partitions=-(-num_keys // KEY_PARTITION),
-            bias=bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf),
-        )
-        at_once = max(1, _GROUP_NUMBERS // (heads * len(columns)))
-        return [all_of_them[i : i + at_once] for i in range(0, len(tiles), at_once)]
-
 
 def _gather(cache: torch.Tensor, copied: _Copied, granule: int) -> torch.Tensor:
     """Return keys (or values) of a group's tiles, [tiles * kv_heads, keys, head_dim]."""
@@ -309,13 +335,18 @@ def _gather(cache: torch.Tensor, copied: _Copied, granule: int) -> torch.Tensor:
     return found.view(-1, copied.num_keys, head_dim)
 
 
-def _scaled(scores: torch.Tensor, scaling: float, cap: float | None) -> torch.Tensor:
-    """Return products of q and k as what goes into the softmax, in their memory."""
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, group: _Group, scaling: float, cap: float | None
+) -> torch.Tensor:
+    """Return softmax(q k^T * scaling), computed in fp32, in the dtype of q: [batch, rows, keys]."""
+    scores = torch.bmm(q, k.transpose(1, 2))
     if scaling != 1.0:
         scores.mul_(scaling)
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
-    return scores
+    by_tile = scores.view(group.num_tiles, -1, group.rows, group.num_keys)
+    by_tile[..., group.num_keys - group.bias.shape[-1] :].add_(group.bias)
+    return torch.softmax(scores, dim=-1)
 
 
 def _weighted_sum(weights: torch.Tensor, v: Iterator[torch.Tensor]) -> torch.Tensor:

@@ -28,6 +28,12 @@ def address_of(context: Any, builder: Any, array: Any, value: Any, offset: Any) 
     return builder.gep(data, [offset])
 
 
+def width_of(context: Any, builder: Any, array: Any, value: Any) -> Any:
+    """Return, while code is made, the last size of an array."""
+    shape = make_array(array)(context, builder, value).shape
+    return builder.extract_value(shape, array.ndim - 1)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _bits(_: Any, x: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

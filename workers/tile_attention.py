@@ -1,0 +1,79 @@
+"""Attention over a batch by `workers.attention_kernels`, for tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.row_threads import NUMBERS_AT_ONCE, as_array, over_rows
+
+HEAD_DIM_MULTIPLE = 32
+Int64Array = npt.NDArray[np.int64]
+_NO_WINDOW = 2**62
+
+
+@dataclass(frozen=True)
+class TileBatch:
+    """Tokens of requests that are computed together, and where their keys are."""
+
+    rows: Int64Array
+    """[tiles]: row of the batch of each tile's first token."""
+    num_tokens: Int64Array
+    """[tiles]: tokens of each, at least one."""
+    starts: Int64Array
+    """[tiles]: position of each one's first token."""
+    tables: Int64Array
+    """[tiles, blocks + 1]: block ids, and one more of any block."""
+    origins: Int64Array
+    """[tiles]: the first position whose key each looks at."""
+    num_columns: Int64Array
+    """[tiles]: keys, from there on, that a tile in its place may look at."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        partition: int,
+    ) -> torch.Tensor:
+        """Return the attention of all rows, zeros where a row is of no tile.
+
+        Args:
+            query: bf16 [rows, heads, head_dim].
+            keys: bf16 [blocks, kv_heads, block_size, head_dim]; `values` likewise.
+            scaling: factor of the scores.
+            window: keys that a token sees, itself included; None is all before it.
+            partition: keys whose values are summed before the sum is rounded.
+        """
+        from workers import attention_kernels
+
+        out = torch.zeros(query.shape, dtype=query.dtype)
+        q, k, v, result = (as_array(x) for x in (query.contiguous(), keys, values, out))
+
+        def loop(part: slice) -> None:
+            attention_kernels.attend(
+                q,
+                k,
+                v,
+                self.rows[part],
+                self.num_tokens[part],
+                self.starts[part],
+                self.tables[part],
+                self.origins[part],
+                self.num_columns[part],
+                _NO_WINDOW if window is None else window,
+                np.float32(scaling),
+                partition,
+                result,
+            )
+
+        products = int((self.num_tokens * self.num_columns).sum()) * query[0].numel()
+        count = len(self.rows)
+        over_rows(loop, count, products // count // NUMBERS_AT_ONCE)
+        return out
