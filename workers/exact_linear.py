@@ -195,9 +195,10 @@ class _Part:
         self._few_rows: tile_products.FewRows | None = None
         chunk = self.calls.chunk
         if packed is not None and chunk is not None:
-            weights = tile_products.weights_of(weight, packed)
-            if weights is not None:
-                self._few_rows = tile_products.FewRows(packed, weights, bias, chunk)
+            # How weights lie depends on their shape, for which it has been looked at.
+            memory = tile_products.memory_of(packed)
+            if memory is not None:
+                self._few_rows = tile_products.FewRows(packed, memory, bias, chunk)
 
     @property
     def min_rows(self) -> int:

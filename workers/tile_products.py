@@ -42,7 +42,7 @@ class FewRows:
     def __init__(
         self, packed: torch.Tensor, weights: _Numbers, bias: torch.Tensor | None, chunk: int
     ) -> None:
-        """Take weights as `weights_of` gives them, and the inputs that are summed by themselves."""
+        """Take weights, their memory, and how many inputs are summed by themselves."""
         self._packed = packed
         """Keeps the memory of the weights."""
         self._weights = weights
@@ -73,33 +73,30 @@ class FewRows:
         return out
 
 
-def weights_of(weight: torch.Tensor, packed: torch.Tensor) -> _Numbers | None:
-    """Return the memory of weights that oneDNN has laid out, if it is laid out for tiles.
-
-    Args:
-        weight: bf16 [out_features, in_features].
-        packed: the same as oneDNN has it.
-
-    Returns:
-        uint16 [out_features / 32, in_features / 32, 16, 32, 2], flat, which is `packed`'s own.
-    """
-    out_features, in_features = weight.shape
-    fits = weight.dtype == torch.bfloat16 and out_features % _COLUMNS == in_features % _DEPTH == 0
-    if not fits or not is_available():
-        return None
+def memory_of(packed: torch.Tensor) -> _Numbers | None:
+    """Return the memory of weights that oneDNN has laid out, uint16, flat; None if none is told."""
     try:
         address = int(torch.ops.mkldnn.data_ptr(packed))
         num_bytes = int(torch.ops.mkldnn._nbytes(packed))
     except (AttributeError, RuntimeError):
         return None
-    if num_bytes != 2 * weight.numel():
-        return None
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint16))
-    memory = np.ctypeslib.as_array(pointer, (weight.numel(),))
+    return np.ctypeslib.as_array(pointer, (num_bytes // 2,))
+
+
+def is_for_tiles(weight: torch.Tensor, memory: _Numbers) -> bool:
+    """Return whether weights lie as tiles take them, [outputs / 32, inputs / 32, 16, 32, 2].
+
+    Args:
+        weight: bf16 [out_features, in_features], not all alike.
+        memory: what oneDNN has made of it.
+    """
+    out_features, in_features = weight.shape
+    if memory.size != weight.numel() or out_features % _COLUMNS or in_features % _DEPTH:
+        return False
     plain = as_array(weight.contiguous())
     blocks = plain.reshape(out_features // _COLUMNS, _COLUMNS, in_features // _DEPTH, 16, 2)
-    expected = blocks.transpose(0, 2, 3, 1, 4)
-    return memory if np.array_equal(memory.reshape(expected.shape), expected) else None
+    return np.array_equal(memory, blocks.transpose(0, 2, 3, 1, 4).reshape(-1))
 
 
 def find_chunk(
@@ -118,11 +115,17 @@ def find_chunk(
         bias: bf16 [out_features].
         expected: the result's memory.
     """
-    weights = weights_of(weight, packed)
-    if weights is None:
+    if weight.dtype != torch.bfloat16 or not is_available():
         return None
-    for chunk in range(_DEPTH, x.shape[1] + 1, _DEPTH):
-        found = FewRows(packed, weights, bias, chunk)(x)
-        if found.view(torch.uint8).numpy().tobytes() == expected:
-            return chunk
+    memory = memory_of(packed)
+    if memory is None or not is_for_tiles(weight, memory):
+        return None
+    # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
+    from workers import compiled
+
+    with compiled.alone():
+        for chunk in range(_DEPTH, x.shape[1] + 1, _DEPTH):
+            found = FewRows(packed, memory, bias, chunk)(x)
+            if found.view(torch.uint8).numpy().tobytes() == expected:
+                return chunk
     return None

@@ -103,13 +103,12 @@ def test_weights_that_lie_otherwise_are_not_read() -> None:
     weight = linear(96, 192).weight.detach()
     packed = exact_linear._laid_out(weight)
     assert packed is not None
-    assert tile_products.weights_of(weight, packed) is not None
-    assert tile_products.weights_of(weight.flip(0), packed) is None
+    memory = tile_products.memory_of(packed)
+    assert memory is not None
+    assert tile_products.is_for_tiles(weight, memory)
+    assert not tile_products.is_for_tiles(weight.flip(0), memory)
     for shape in ((100, 192), (96, 200)):
-        odd = linear(*shape).weight.detach()
-        laid_out = exact_linear._laid_out(odd)
-        assert laid_out is not None
-        assert tile_products.weights_of(odd, laid_out) is None
+        assert not uses_tiles(ExactLinear(linear(*shape)))
 
 
 def test_without_amx_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
