@@ -1,6 +1,6 @@
 """What it costs to be watched: telling the counters, and having them read.
 
-    python -m bench.metrics [--workers 1 16 256 1000] [--repeats 50]
+    python -m bench.metrics [--workers 1 16 256 1000] [--repeats 50] [--results FILE]
 
 For an engine of so many workers, each with 40 requests (`bench.scheduler_world`, virtual time):
 - `copy_us`: what the scheduler's loop stands still for, once a second, to copy its counters;
@@ -13,7 +13,7 @@ All but `ray_page_ms`, which other processes have a part in, is CPU time of the 
 Besides, `hooks_us_per_chunk`: what the core takes to time a chunk that brings one token, of the
 `us_per_chunk` that it takes altogether.
 
-The last line is JSON.
+A whole run writes `bench/results/metrics.json`. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -41,6 +42,7 @@ from scheduler.codec import decode, encode
 from scheduler.outbox import EngineStats
 from scheduler.timings import RequestTimes, Timings
 
+_RESULTS = Path(__file__).parent / "results" / "metrics.json"
 _LIVE_PER_WORKER = 40
 _STEPS_PER_WORKER = 20
 _NUM_CALLS = 100_000
@@ -144,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 16, 256, 1000])
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="the file to write")
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
@@ -169,6 +172,7 @@ def main() -> None:
         "machine": platform.machine(),
         "versions": {name: version(name) for name in ("ray", "prometheus_client")},
     }
+    arguments.results.write_text(json.dumps(report) + "\n")
     print(json.dumps(report))
 
 

@@ -21,8 +21,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from workers import kernel_tiles as tiles
-from workers.compiled import kernel
-from workers.kernel_arithmetic import ZERO, address_of, width_of
+from workers.compiled import helper, kernel
+from workers.kernel_arithmetic import EXACT, ZERO, address_of, width_of
+from workers.kernel_team import on_team
 from workers.kernel_tiles import DEPTH, FLOATS, INTS, ROWS, TILE_NUMBERS, i64
 
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187e-06
@@ -340,6 +341,7 @@ def _write_rounded(_: Any, totals: Any, row: Any, dim: Any, out: Any, at: Any) -
 
 @kernel
 def attend(
+    threads: Any,
     query: Any,
     keys: Any,
     values: Any,
@@ -357,6 +359,7 @@ def attend(
     """Write the attention of some tokens that follow each other in requests.
 
     Args:
+        threads: how many to use.
         query: [rows, heads, head_dim], whose last size is a multiple of 32.
         keys: see the module; `values` likewise.
         tile_rows: int64 [tiles]: rows of the query of each tile's first token.
@@ -371,6 +374,30 @@ def attend(
         partition: keys whose values are summed before the sum is rounded.
         out: [rows, heads, head_dim], written where a tile's rows are.
     """
+    own = (query, keys, values, tile_rows, num_tokens, starts, tables, origins, num_columns)
+    count = tile_rows.shape[0] * keys.shape[1]
+    on_team(_attend, threads, count, (*own, window, scaling, partition, out))
+
+
+@helper(EXACT)
+def _attend(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tile_rows: Any,
+    num_tokens: Any,
+    starts: Any,
+    tables: Any,
+    origins: Any,
+    num_columns: Any,
+    window: Any,
+    scaling: Any,
+    partition: Any,
+    out: Any,
+    first_part: Any,
+    end_part: Any,
+) -> None:
+    """Do it for some parts, of which each is a tile for one of the KV heads."""
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, size = keys.shape[1], keys.shape[2]
     per_kv_head = heads // kv_heads
@@ -387,79 +414,79 @@ def attend(
     sums = np.empty((ROWS, 16 * _HEAD_TILES), np.float32)
     totals = np.empty((ROWS, (dim + 63) // 64 * 64), np.float32)
     tiles.begin()
-    for i in range(tile_rows.shape[0]):
+    for part in range(first_part, end_part):
+        i, kv_head = part // kv_heads, part % kv_heads
         table, origin, tokens = tables[i], origins[i], num_tokens[i]
         rows = tokens * per_kv_head
         known = starts[i] + tokens - origin
-        for kv_head in range(kv_heads):
-            for token in range(tokens):
-                for g in range(per_kv_head):
-                    own = query[tile_rows[i] + token, kv_head * per_kv_head + g]
-                    for d in range(dim):
-                        queries[token * per_kv_head + g, d] = own[d]
-            block, place = divmod(origin, size)
-            for first in range(0, known, DEPTH):
-                for half in range(0, DEPTH, ROWS):
-                    for j in range(ROWS):
-                        offsets[j] = ((table[block] * kv_heads + kv_head) * size + place) * dim
-                        ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
-                        for d in range(0, dim, _LINE):
-                            tiles.prefetch(keys, ahead + d)
-                        if first + half + j + 1 < known:
-                            place += 1
-                            if place == size:
-                                block, place = block + 1, 0
-                    for d in range(0, dim, DEPTH):
-                        at = ((first + half) // ROWS * key_groups + d // DEPTH) * TILE_NUMBERS
-                        _pack_keys(keys, offsets, d, packed_keys, at)
-            block, place = divmod(origin, size)
-            for first in range(0, (known + DEPTH - 1) // DEPTH * DEPTH, 2):
-                pair[0] = pair[1] = ((table[block] * kv_heads + kv_head) * size + place) * dim
-                for which in range(2):
-                    if first + which < known:
-                        pair[which] = ((table[block] * kv_heads + kv_head) * size + place) * dim
-                        ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
-                        for d in range(0, dim, _LINE):
-                            tiles.prefetch(values, ahead + d)
+        for token in range(tokens):
+            for g in range(per_kv_head):
+                own = query[tile_rows[i] + token, kv_head * per_kv_head + g]
+                for d in range(dim):
+                    queries[token * per_kv_head + g, d] = own[d]
+        block, place = divmod(origin, size)
+        for first in range(0, known, DEPTH):
+            for half in range(0, DEPTH, ROWS):
+                for j in range(ROWS):
+                    offsets[j] = ((table[block] * kv_heads + kv_head) * size + place) * dim
+                    ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
+                    for d in range(0, dim, _LINE):
+                        tiles.prefetch(keys, ahead + d)
+                    if first + half + j + 1 < known:
                         place += 1
                         if place == size:
                             block, place = block + 1, 0
-                if first < known:
-                    has_odd = 1 if first + 1 < known else 0
-                    at = first // DEPTH * value_tiles * TILE_NUMBERS + first % DEPTH * ROWS
-                    _pack_values(values, pair[0], pair[1], has_odd, dim, packed_values, at)
-                else:
-                    for tile in range(value_tiles):
-                        at = (first // DEPTH * value_tiles + tile) * TILE_NUMBERS
-                        at += first % DEPTH * ROWS
-                        packed_values[at : at + DEPTH] = np.uint16(0)
-            for row in range(0, rows, ROWS):
-                last_token = min((row + ROWS - 1) // per_kv_head, tokens - 1)
-                columns = starts[i] + last_token + 1 - origin
-                groups = (columns + DEPTH - 1) // DEPTH
-                _scores(queries, row, packed_keys, 2 * groups, dim, scores)
-                count = min(ROWS, rows - row)
-                for r in range(count):
-                    token = (row + r) // per_kv_head
-                    after = starts[i] + token + 1 - origin
-                    _softmax(scores, r, max(after - window, 0), after, scaling, weights, groups)
-                totals[:, :] = ZERO
-                for begins in range(0, num_columns[i], partition):
-                    ends = min((begins + partition) // DEPTH, groups)
-                    for tile in range(0, value_tiles, _HEAD_TILES):
-                        _outputs(
-                            weights,
-                            packed_values,
-                            min(begins // DEPTH, ends),
-                            ends,
-                            value_tiles,
-                            tile,
-                            sums,
-                        )
-                        _add_rounded(sums, count, totals, 16 * tile)
-                for r in range(count):
-                    token, g = divmod(row + r, per_kv_head)
-                    head = kv_head * per_kv_head + g
-                    at = ((tile_rows[i] + token) * heads + head) * dim
-                    _write_rounded(totals, r, dim, out, at)
+                for d in range(0, dim, DEPTH):
+                    at = ((first + half) // ROWS * key_groups + d // DEPTH) * TILE_NUMBERS
+                    _pack_keys(keys, offsets, d, packed_keys, at)
+        block, place = divmod(origin, size)
+        for first in range(0, (known + DEPTH - 1) // DEPTH * DEPTH, 2):
+            pair[0] = pair[1] = ((table[block] * kv_heads + kv_head) * size + place) * dim
+            for which in range(2):
+                if first + which < known:
+                    pair[which] = ((table[block] * kv_heads + kv_head) * size + place) * dim
+                    ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
+                    for d in range(0, dim, _LINE):
+                        tiles.prefetch(values, ahead + d)
+                    place += 1
+                    if place == size:
+                        block, place = block + 1, 0
+            if first < known:
+                has_odd = 1 if first + 1 < known else 0
+                at = first // DEPTH * value_tiles * TILE_NUMBERS + first % DEPTH * ROWS
+                _pack_values(values, pair[0], pair[1], has_odd, dim, packed_values, at)
+            else:
+                for tile in range(value_tiles):
+                    at = (first // DEPTH * value_tiles + tile) * TILE_NUMBERS
+                    at += first % DEPTH * ROWS
+                    packed_values[at : at + DEPTH] = np.uint16(0)
+        for row in range(0, rows, ROWS):
+            last_token = min((row + ROWS - 1) // per_kv_head, tokens - 1)
+            columns = starts[i] + last_token + 1 - origin
+            groups = (columns + DEPTH - 1) // DEPTH
+            _scores(queries, row, packed_keys, 2 * groups, dim, scores)
+            count = min(ROWS, rows - row)
+            for r in range(count):
+                token = (row + r) // per_kv_head
+                after = starts[i] + token + 1 - origin
+                _softmax(scores, r, max(after - window, 0), after, scaling, weights, groups)
+            totals[:, :] = ZERO
+            for begins in range(0, num_columns[i], partition):
+                ends = min((begins + partition) // DEPTH, groups)
+                for tile in range(0, value_tiles, _HEAD_TILES):
+                    _outputs(
+                        weights,
+                        packed_values,
+                        min(begins // DEPTH, ends),
+                        ends,
+                        value_tiles,
+                        tile,
+                        sums,
+                    )
+                    _add_rounded(sums, count, totals, 16 * tile)
+            for r in range(count):
+                token, g = divmod(row + r, per_kv_head)
+                head = kv_head * per_kv_head + g
+                at = ((tile_rows[i] + token) * heads + head) * dim
+                _write_rounded(totals, r, dim, out, at)
     tiles.end()

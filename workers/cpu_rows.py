@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from workers import kernels
+from workers.kernel_calls import num_threads
 from workers.logprobs import LOGPROBS_BYTES, Logits, rows_per_slice
-from workers.row_threads import over_rows
 
 
 class FusedRows:
@@ -119,16 +119,8 @@ def _for_kernels(logits: Logits) -> Logits:
 
 def _over_rows(kernel: Callable[..., None], logits: Logits, *others: torch.Tensor) -> None:
     """Call a kernel for all rows of `logits` and of `others`, each [rows] or [rows, some]."""
-    parts, like = _addresses(logits)
-    arrays = [other.numpy() for other in others]
-
-    def loop(rows: slice) -> None:
-        # Address and bytes from row to row of each part.
-        own = parts.copy()
-        own[:, 0] += rows.start * own[:, 1]
-        kernel(own, like, *(array[rows] for array in arrays))
-
-    over_rows(loop, logits.num_rows, logits.vocab_size)
+    threads = num_threads(logits.num_rows * logits.vocab_size)
+    kernel(threads, *_addresses(logits), *(other.numpy() for other in others))
 
 
 def _addresses(logits: Logits) -> tuple[npt.NDArray[np.int64], np.uint16 | np.float32]:

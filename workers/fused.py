@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from workers import compiled, kernels
+from workers.kernel_calls import as_array, num_threads
 from workers.linear_groups import side_by_side
 from workers.logprobs import Logits, normalise, select_rows, top_1
-from workers.row_threads import as_array, over_rows
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _GATED_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -46,12 +46,13 @@ class FusedNorm(nn.Module):
         """Return the norm over the last dimension of x, any shape."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty_like(rows)
-        x_rows, out_rows = as_array(rows), as_array(out)
-        over_rows(
-            lambda part: kernels.rms_norm(
-                x_rows[part], self._scale, self._eps, self._rounds_first, out_rows[part]
-            ),
-            *rows.shape,
+        kernels.rms_norm(
+            num_threads(rows.numel()),
+            as_array(rows),
+            self._scale,
+            self._eps,
+            self._rounds_first,
+            as_array(out),
         )
         return out.view(x.shape)
 
@@ -97,8 +98,7 @@ def _gated(both: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [..., width] of both, side by side, [..., 2 * width]."""
     rows = both.reshape(-1, both.shape[-1]).contiguous()
     out = rows.new_empty(len(rows), rows.shape[1] // 2)
-    both_rows, out_rows = as_array(rows), as_array(out)
-    over_rows(lambda part: kernels.gate_silu(both_rows[part], out_rows[part]), *out.shape)
+    kernels.gate_silu(num_threads(rows.numel()), as_array(rows), as_array(out))
     return out.view(*both.shape[:-1], -1)
 
 
@@ -178,14 +178,10 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     cosines, sines, out_rows = (
         as_array(y) for y in (cos[0].contiguous(), sin[0].contiguous(), out)
     )
-    address, stride_bytes = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    stride_bytes = rows.stride(0) * rows.element_size()
     like = out_rows.dtype.type(0)
-
-    def loop(part: slice) -> None:
-        first = address + part.start * stride_bytes
-        kernels.rotate(first, stride_bytes, like, cosines[part], sines[part], out_rows[part])
-
-    over_rows(loop, len(rows), rows[0].numel())
+    threads = num_threads(rows.numel())
+    kernels.rotate(threads, rows.data_ptr(), stride_bytes, like, cosines, sines, out_rows)
     return out.transpose(0, 1).unsqueeze(0)
 
 

@@ -3,8 +3,8 @@
 The module knows arrays and formulas; it knows no torch, model or request. Numbers are fp32, or
 bfloat16 as its bits in uint16; all arithmetic is fp32. Rules:
 - A row (or an element) is computed by a loop of its own, so its bits do not depend on the rest of
-  the batch, on alignment or on threads: each kernel runs on the thread that calls it, and lets go
-  of the interpreter's lock, so that several can share the rows (`workers.row_threads`).
+  the batch, on alignment or on threads: there is one piece of code for it, whoever runs it
+  (`workers.kernel_team`).
 - Elementwise formulas allow the compiler no freedom, so that numbers in whole vectors and those
   left over are rounded alike. Sums may be put into vectors, in an order that depends on the row's
   length (and on the machine: see `workers.fused.signature`).
@@ -36,21 +36,31 @@ from workers.kernel_arithmetic import (
     sum_of_squares,
     widen,
 )
+from workers.kernel_team import on_team
 
 
 @kernel
-def rms_norm(x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
+def rms_norm(threads: Any, x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
     """Write x / sqrt(mean(x^2) + eps) * scale to `out`.
 
     Args:
+        threads: how many to use.
         x: [rows, width]; `out` likewise, of the same type.
         scale: fp32 [width].
         eps: fp32.
         rounds_first: whether the quotient is rounded to the array's type before it is scaled.
         out: another array than x.
     """
+    on_team(_rms_norm, threads, x.shape[0], (x, scale, eps, rounds_first, out))
+
+
+@helper(EXACT)
+def _rms_norm(
+    x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any, first: Any, end: Any
+) -> None:
+    """Do it for some rows."""
     width = np.float32(x.shape[1])
-    for i in range(x.shape[0]):
+    for i in range(first, end):
         row, result = x[i], out[i]
         factor = ONE / np.sqrt(sum_of_squares(row) / width + eps)
         if rounds_first:
@@ -63,15 +73,22 @@ def rms_norm(x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
 
 
 @kernel
-def gate_silu(both: Any, out: Any) -> None:
+def gate_silu(threads: Any, both: Any, out: Any) -> None:
     """Write silu(gate) * up to `out`; silu is rounded to the arrays' type first.
 
     Args:
+        threads: how many to use.
         both: [rows, 2 * width]: gate, then up.
         out: [rows, width].
     """
+    on_team(_gate_silu, threads, out.shape[0], (both, out))
+
+
+@helper(EXACT)
+def _gate_silu(both: Any, out: Any, first: Any, end: Any) -> None:
+    """Do it for some rows."""
     width = out.shape[1]
-    for i in range(out.shape[0]):
+    for i in range(first, end):
         gate, up, result = both[i, :width], both[i, width:], out[i]
         for j in range(width):
             x = widen(gate[j])
@@ -81,20 +98,31 @@ def gate_silu(both: Any, out: Any) -> None:
 
 
 @kernel
-def rotate(address: Any, stride_bytes: Any, like: Any, cos: Any, sin: Any, out: Any) -> None:
+def rotate(
+    threads: Any, address: Any, stride_bytes: Any, like: Any, cos: Any, sin: Any, out: Any
+) -> None:
     """Write x * cos + (-second half of x, first half of x) * sin to `out`.
 
     Args:
+        threads: how many to use.
         address: of x, [tokens, heads, width], of which a token's numbers are side by side.
         stride_bytes: from token to token.
         like: a number of the type of x.
         cos: [tokens, width]; `sin` likewise. Each product is rounded to the arrays' type.
         out: [tokens, heads, width], another array than x.
     """
-    tokens, heads, width = out.shape
+    on_team(_rotate, threads, out.shape[0], (address, stride_bytes, like, cos, sin, out))
+
+
+@helper(EXACT)
+def _rotate(
+    address: Any, stride_bytes: Any, like: Any, cos: Any, sin: Any, out: Any, first: Any, end: Any
+) -> None:
+    """Do it for some rows."""
+    heads, width = out.shape[1], out.shape[2]
     half = width // 2
     crossed = np.empty(width, np.float32)
-    for token in range(tokens):
+    for token in range(first, end):
         cosines, sines = cos[token], sin[token]
         own = numba.carray(pointer_to(address + token * stride_bytes, like), (heads, width))
         for head in range(heads):
@@ -121,10 +149,13 @@ def _logprob(x: Any, largest: Any, log_sum: Any) -> Any:
 
 
 @kernel
-def normalise(parts: Any, like: Any, largest: Any, log_sums: Any, best_ids: Any) -> None:
+def normalise(
+    threads: Any, parts: Any, like: Any, largest: Any, log_sums: Any, best_ids: Any
+) -> None:
     """Find what makes logprobs of rows of logits: logprob = (logit - largest) - log_sum.
 
     Args:
+        threads: how many to use.
         parts: int64 [parts, 3]: address, bytes from row to row and width of each matrix of
             logits; side by side these are the vocabulary.
         like: a number of the matrices' type.
@@ -132,9 +163,17 @@ def normalise(parts: Any, like: Any, largest: Any, log_sums: Any, best_ids: Any)
         log_sums: fp32 [rows], written: log(sum(exp(logit - largest))), NaN where the row is spoilt.
         best_ids: int64 [rows], written: the lowest id of those with the largest logprob.
     """
+    on_team(_normalise, threads, largest.shape[0], (parts, like, largest, log_sums, best_ids))
+
+
+@helper(EXACT)
+def _normalise(
+    parts: Any, like: Any, largest: Any, log_sums: Any, best_ids: Any, first: Any, end: Any
+) -> None:
+    """Do it for some rows."""
     count = parts.shape[0]
     maxima, sums = np.empty(count, np.float32), np.empty(count, np.float32)
-    for i in range(largest.shape[0]):
+    for i in range(first, end):
         top = -INF
         for part in range(count):
             numbers = _part_of_row(parts, part, i, like)
@@ -169,16 +208,34 @@ def _first_of(parts: Any, i: Any, like: Any, maxima: Any, largest: Any, log_sum:
 
 @kernel
 def count_greater(
-    parts: Any, like: Any, largest: Any, log_sums: Any, values: Any, counts: Any
+    threads: Any, parts: Any, like: Any, largest: Any, log_sums: Any, values: Any, counts: Any
 ) -> None:
     """Count in each row the logprobs that are greater than some.
 
     Args:
+        threads: how many to use.
         parts: see `normalise`, as are `like`, `largest` and `log_sums`.
         values: fp32 [rows, values]: logprobs.
         counts: int64 [rows, values], written.
     """
-    for i in range(values.shape[0]):
+    on_team(
+        _count_greater, threads, values.shape[0], (parts, like, largest, log_sums, values, counts)
+    )
+
+
+@helper(EXACT)
+def _count_greater(
+    parts: Any,
+    like: Any,
+    largest: Any,
+    log_sums: Any,
+    values: Any,
+    counts: Any,
+    first: Any,
+    end: Any,
+) -> None:
+    """Do it for some rows."""
+    for i in range(first, end):
         for column in range(values.shape[1]):
             total = 0
             for part in range(parts.shape[0]):
@@ -217,17 +274,24 @@ def logprobs_of(
 
 
 @kernel
-def argmax(parts: Any, like: Any, largest: Any, ids: Any) -> None:
+def argmax(threads: Any, parts: Any, like: Any, largest: Any, ids: Any) -> None:
     """Find the largest logit of each row and the lowest id that has it.
 
     Args:
+        threads: how many to use.
         parts: see `normalise`, as is `like`.
         largest: fp32 [rows], written; NaN where the row has one.
         ids: int64 [rows], written.
     """
+    on_team(_argmax, threads, ids.shape[0], (parts, like, largest, ids))
+
+
+@helper(EXACT)
+def _argmax(parts: Any, like: Any, largest: Any, ids: Any, first: Any, end: Any) -> None:
+    """Do it for some rows."""
     nan = np.float32(np.nan)
     least = place_of(narrow(-INF, like))
-    for i in range(ids.shape[0]):
+    for i in range(first, end):
         first_id, top_part, top_first_id = 0, 0, 0
         top = least
         spoilt = False

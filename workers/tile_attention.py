@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.row_threads import NUMBERS_AT_ONCE, as_array, over_rows
+from workers.kernel_calls import NUMBERS_AT_ONCE, as_array, num_threads
 
 HEAD_DIM_MULTIPLE = 32
 Int64Array = npt.NDArray[np.int64]
@@ -56,24 +56,21 @@ class TileBatch:
         out = torch.zeros(query.shape, dtype=query.dtype)
         q, k, v, result = (as_array(x) for x in (query.contiguous(), keys, values, out))
 
-        def loop(part: slice) -> None:
-            attention_kernels.attend(
-                q,
-                k,
-                v,
-                self.rows[part],
-                self.num_tokens[part],
-                self.starts[part],
-                self.tables[part],
-                self.origins[part],
-                self.num_columns[part],
-                _NO_WINDOW if window is None else window,
-                np.float32(scaling),
-                partition,
-                result,
-            )
-
         products = int((self.num_tokens * self.num_columns).sum()) * query[0].numel()
-        count = len(self.rows)
-        over_rows(loop, count, products // count // NUMBERS_AT_ONCE)
+        attention_kernels.attend(
+            num_threads(products // NUMBERS_AT_ONCE),
+            q,
+            k,
+            v,
+            self.rows,
+            self.num_tokens,
+            self.starts,
+            self.tables,
+            self.origins,
+            self.num_columns,
+            _NO_WINDOW if window is None else window,
+            np.float32(scaling),
+            partition,
+            result,
+        )
         return out

@@ -20,8 +20,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from workers import kernel_tiles as tiles
-from workers.compiled import kernel
-from workers.kernel_arithmetic import ZERO, address_of, narrow, width_of
+from workers.compiled import helper, kernel
+from workers.kernel_arithmetic import EXACT, ZERO, address_of, narrow, width_of
+from workers.kernel_team import on_team
 from workers.kernel_tiles import DEPTH, ROWS, i64
 
 COLUMNS = 32
@@ -86,19 +87,25 @@ _sums_of_16, _sums_of_32, _sums_of_48 = _sums(1), _sums(2), _sums(3)
 
 
 @kernel
-def few_rows(
-    x: Any, weights: Any, bias: Any, chunk: Any, out: Any, first_block: Any, end_block: Any
-) -> None:
-    """Write x W^T + b to some columns of `out`.
+def few_rows(threads: Any, x: Any, weights: Any, bias: Any, chunk: Any, out: Any) -> None:
+    """Write x W^T + b to `out`.
 
     Args:
+        threads: how many to use.
         x: bf16 [rows, in_features]: 16, 32 or 48 rows, a multiple of 32 features.
         weights: uint16, see the module.
         bias: fp32 [out_features].
         chunk: inputs that are summed by themselves, a multiple of 32.
         out: bf16 [rows, out_features], a multiple of 32 features.
-        first_block: the first 32 columns to compute; `end_block` is after the last ones.
     """
+    on_team(_few_rows, threads, out.shape[1] // COLUMNS, (x, weights, bias, chunk, out))
+
+
+@helper(EXACT)
+def _few_rows(
+    x: Any, weights: Any, bias: Any, chunk: Any, out: Any, first_block: Any, end_block: Any
+) -> None:
+    """Do it for some times 32 columns."""
     rows, depth = x.shape
     sums = np.empty((MAX_ROWS, COLUMNS), np.float32)
     totals = np.empty((MAX_ROWS, COLUMNS), np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.row_threads import NUMBERS_AT_ONCE, as_array, over_rows
+from workers.kernel_calls import NUMBERS_AT_ONCE, as_array, num_threads
 
 MAX_ROWS = 32
 """More rows take oneDNN no longer."""
@@ -57,19 +57,8 @@ class FewRows:
 
         out = x.new_empty(x.shape[0], self._out_features)
         x_array, out_array = as_array(x.contiguous()), as_array(out)
-        over_rows(
-            lambda blocks: tile_kernels.few_rows(
-                x_array,
-                self._weights,
-                self._bias,
-                self._chunk,
-                out_array,
-                blocks.start,
-                blocks.stop,
-            ),
-            self._out_features // _COLUMNS,
-            _COLUMNS * x.shape[1] // NUMBERS_AT_ONCE,
-        )
+        threads = num_threads(self._out_features * x.shape[1] // NUMBERS_AT_ONCE)
+        tile_kernels.few_rows(threads, x_array, self._weights, self._bias, self._chunk, out_array)
         return out
 
 

@@ -246,10 +246,11 @@ def test_the_signature_tells_another_order_of_a_sum(monkeypatch: pytest.MonkeyPa
     assert plain(torch.float32) != before
     original = kernels.rms_norm
 
-    def other(x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
+    def other(threads: int, x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any) -> None:
         turned = np.ascontiguousarray(x[:, ::-1])
         result = np.empty_like(turned)
-        original(turned, np.ascontiguousarray(scale[::-1]), eps, rounds_first, result)
+        scale = np.ascontiguousarray(scale[::-1])
+        original(threads, turned, scale, eps, rounds_first, result)
         out[:] = result[:, ::-1]
 
     monkeypatch.setattr(kernels, "rms_norm", other)

@@ -117,7 +117,7 @@ def test_this_machine_uses_tiles_where_it_has_them() -> None:
 def test_two_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     one = outputs(None)
     torch.set_num_threads(2)
-    monkeypatch.setattr("workers.row_threads._NUMBERS_PER_THREAD", 1)
+    monkeypatch.setattr("workers.kernel_calls._NUMBERS_PER_THREAD", 1)
     assert torch.equal(outputs(None), one)
 
 
