@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def answer(shell: CliRunner, *arguments: str, **keywords: Any) -> Any:
     """Return what a command printed as its one JSON line."""
     done = shell.invoke(app, [*arguments, "--json"], **keywords)
     assert done.exit_code == 0, done.output
-    (line,) = done.stdout.splitlines()
-    return json.loads(line)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.stdout
+    return json.loads(lines[0])
 
 
 COMMANDS = [
@@ -334,7 +336,16 @@ def engine_file(folder: Path, model: str, **settings: Any) -> str:
     return str(file)
 
 
+@pytest.fixture
+def gone(shell: CliRunner) -> Iterator[None]:
+    """Engines that stay are ended after a test that failed as well: others need their CPUs."""
+    yield
+    for name in ("waits", "stays"):
+        shell.invoke(app, ["stop", "--name", name])
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("gone")
 def test_a_start_that_need_not_wait_does_not_wait_for_room(
     shell: CliRunner, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -347,6 +358,7 @@ def test_a_start_that_need_not_wait_does_not_wait_for_room(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gone")
 def test_an_engine_is_started_to_stay_and_stopped(
     shell: CliRunner, tiny_model: str, tmp_path: Path
 ) -> None:
