@@ -490,3 +490,17 @@ def _attend(
                 at = ((tile_rows[i] + token) * heads + head) * dim
                 _write_rounded(totals, r, dim, out, at)
     tiles.end()
+
+
+@kernel
+def softmax(scores: Any, scaling: Any, weights: Any) -> None:
+    """Write the weights that `attend` makes of rows which see all their keys.
+
+    Args:
+        scores: fp32 [rows, keys], a multiple of 32 keys, overwritten.
+        scaling: fp32.
+        weights: bf16 [rows, keys].
+    """
+    rows, keys = scores.shape
+    for row in range(rows):
+        _softmax(scores, row, 0, keys, scaling, weights, keys // DEPTH)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-_GROUPS = (("q_proj", "k_proj", "v_proj"),)
+_NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 def side_by_side(layers: Sequence[nn.Module]) -> nn.Linear | None:
@@ -79,14 +79,13 @@ def join(module: nn.Module, replace: Callable[[nn.Linear], nn.Module]) -> None:
         replace: makes what computes the joint layer.
     """
     children = dict(module.named_children())
-    for names in _GROUPS:
-        linears = [x for name in names if isinstance(x := children.get(name), nn.Linear)]
-        joint_layer = side_by_side(linears) if len(linears) == len(names) else None
-        if joint_layer is None:
-            continue
-        joint = _Joint(replace(joint_layer), len(linears))
-        first = 0
-        for part, (name, linear) in enumerate(zip(names, linears, strict=True)):
-            columns = slice(first, first + linear.out_features)
-            setattr(module, name, _Part(joint, part, columns))
-            first = columns.stop
+    linears = [x for name in _NAMES if isinstance(x := children.get(name), nn.Linear)]
+    joint_layer = side_by_side(linears) if len(linears) == len(_NAMES) else None
+    if joint_layer is None:
+        return
+    joint = _Joint(replace(joint_layer), len(linears))
+    first = 0
+    for part, (name, linear) in enumerate(zip(_NAMES, linears, strict=True)):
+        columns = slice(first, first + linear.out_features)
+        setattr(module, name, _Part(joint, part, columns))
+        first = columns.stop

@@ -149,6 +149,7 @@ def load_model(
     arithmetic = _arithmetic(model, config, torch_device)
     layers, vocab_size = _probe(model, config, torch_device)
     if torch_device.type == "cpu":
+        # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
         from workers import cpu_attention
 
         cpu_attention.prepare(layers, torch_dtype)

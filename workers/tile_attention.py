@@ -74,3 +74,14 @@ class TileBatch:
             result,
         )
         return out
+
+
+def softmax_agrees(scaling: float) -> bool:
+    """Return whether weights are torch's, with so many that one unit in fp32 shows in some."""
+    from workers import attention_kernels
+
+    scores = 3 * torch.randn(4096, 512, generator=torch.Generator().manual_seed(1))
+    scores = scores.to(torch.bfloat16)
+    weights = torch.empty_like(scores)
+    attention_kernels.softmax(scores.float().numpy(), np.float32(scaling), as_array(weights))
+    return torch.equal(weights, torch.softmax(scores.mul_(scaling), dim=-1))

@@ -2,8 +2,8 @@
 
 oneDNN's kernels go through a row's numbers in groups of 32 (see `workers.kernel_tiles`), and for
 long rows in some chunks, whose sums they add up. So the kernel here gives the bits that they give,
-if it is told the size of a chunk; and for a handful of rows it takes half the time, since nothing
-is padded and the weights are read in one stream.
+if it is told the size of a chunk; and for a handful of rows it takes less time, since nothing is
+padded and the weights are read in one stream.
 
 Weights lie as oneDNN lays them out for AMX: [out_features / 32, in_features / 32, 16, 32, 2], which
 is 32 outputs, of 32 inputs, each pair of inputs side by side. Whoever calls must know that they do,
@@ -27,22 +27,19 @@ from workers.kernel_tiles import DEPTH, ROWS, i64
 
 COLUMNS = 32
 """Outputs that are computed together, in two tiles for each 16 rows."""
-MAX_ROWS = 48
-"""Rows that the eight tiles can hold the sums of."""
+MAX_ROWS = 32
+"""Rows of a call; for more the library takes no longer."""
 _LEAST = np.float32(2.0**-126)
 
 
 def _sums(count: int) -> Any:
     """Return what computes `count` times 16 rows and 32 outputs in the code that is made."""
 
-    def compute(
-        _: Any, x: Any, row: Any, weights: Any, block: Any, first: Any, end: Any, sums: Any
-    ) -> Any:
+    def compute(_: Any, x: Any, weights: Any, block: Any, first: Any, end: Any, sums: Any) -> Any:
         """Write the products of rows and outputs, summed over some inputs, to `sums`.
 
         Args:
-            x: contiguous bf16 [rows, in_features].
-            row: the first of the rows.
+            x: contiguous bf16 [16 * count, in_features].
             weights: see the module.
             block: which 32 outputs.
             first: the first input; `end` is the one after the last.
@@ -50,40 +47,39 @@ def _sums(count: int) -> Any:
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x_type, _, weights_type, _, _, _, sums_type = signature.args
+            x_type, weights_type, _, _, _, sums_type = signature.args
             depth = width_of(context, builder, x_type, args[0])
             stride = builder.mul(depth, i64(2))
-            x_at = builder.mul(args[1], depth)
-            weights_at = builder.mul(args[3], builder.mul(depth, i64(COLUMNS)))
+            weights_at = builder.mul(args[2], builder.mul(depth, i64(COLUMNS)))
             a, b = 2 * count, 2 * count + 1
             for tile in range(2 * count):
                 tiles.zero(builder, tile)
             step = i64(DEPTH)
-            with cgutils.for_range_slice(builder, args[4], args[5], step, inc=True) as (at, _):
+            with cgutils.for_range_slice(builder, args[3], args[4], step, inc=True) as (at, _):
                 for tile in range(count):
-                    row_at = builder.add(x_at, builder.mul(depth, i64(ROWS * tile)))
-                    pointer = address_of(context, builder, x_type, args[0], builder.add(row_at, at))
+                    place = builder.add(builder.mul(depth, i64(ROWS * tile)), at)
+                    pointer = address_of(context, builder, x_type, args[0], place)
                     tiles.load(builder, a, pointer, stride)
                     for half in range(2):
                         place = builder.add(weights_at, builder.mul(at, i64(COLUMNS)))
                         place = builder.add(place, i64(DEPTH * half))
-                        pointer = address_of(context, builder, weights_type, args[2], place)
+                        pointer = address_of(context, builder, weights_type, args[1], place)
                         tiles.load(builder, b, pointer, i64(4 * COLUMNS))
                         tiles.multiply(builder, 2 * tile + half, a, b)
             for tile in range(count):
                 for half in range(2):
                     place = i64(ROWS * COLUMNS * tile + 16 * half)
-                    pointer = address_of(context, builder, sums_type, args[6], place)
+                    pointer = address_of(context, builder, sums_type, args[5], place)
                     tiles.store(builder, 2 * tile + half, pointer, i64(4 * COLUMNS))
             return context.get_dummy_value()
 
-        given = (x, types.int64, weights, types.int64, types.int64, types.int64, sums)
+        given = (x, weights, types.int64, types.int64, types.int64, sums)
         return types.void(*given), generate
 
     return intrinsic(compute)
 
 
-_sums_of_16, _sums_of_32, _sums_of_48 = _sums(1), _sums(2), _sums(3)
+_sums_of_16, _sums_of_32 = _sums(1), _sums(2)
 
 
 @kernel
@@ -92,7 +88,7 @@ def few_rows(threads: Any, x: Any, weights: Any, bias: Any, chunk: Any, out: Any
 
     Args:
         threads: how many to use.
-        x: bf16 [rows, in_features]: 16, 32 or 48 rows, a multiple of 32 features.
+        x: bf16 [rows, in_features]: 16 or 32 rows, a multiple of 32 features.
         weights: uint16, see the module.
         bias: fp32 [out_features].
         chunk: inputs that are summed by themselves, a multiple of 32.
@@ -114,11 +110,9 @@ def _few_rows(
         for first in range(0, depth, chunk):
             end = min(first + chunk, depth)
             if rows == 16:
-                _sums_of_16(x, 0, weights, block, first, end, sums)
-            elif rows == 32:
-                _sums_of_32(x, 0, weights, block, first, end, sums)
+                _sums_of_16(x, weights, block, first, end, sums)
             else:
-                _sums_of_48(x, 0, weights, block, first, end, sums)
+                _sums_of_32(x, weights, block, first, end, sums)
             for i in range(rows):
                 if first == 0:
                     for j in range(COLUMNS):

@@ -155,3 +155,6 @@ def test_a_key_that_is_spoilt_spoils_those_alone_that_see_it() -> None:
     query = torch.randn(128, 9, 64).bfloat16()
     found = BlockedKernel(spans, cache).attend(0, query, 0.125, None, None)
     assert torch.isfinite(found[:64]).all()
+    # The key of position 5 and KV head 1, so of query heads 3 to 5.
+    assert torch.isfinite(found[64 + 4]).all()
+    assert not torch.isfinite(found[64 + 5 :, 3:6]).any()
