@@ -258,38 +258,33 @@ def _outputs(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _pack_values(
-    _: Any, values: Any, even: Any, odd: Any, has_odd: Any, dim: Any, packed: Any, at: Any
-) -> Any:
+def _pack_values(_: Any, values: Any, even: Any, odd: Any, dim: Any, packed: Any, at: Any) -> Any:
     """Write two values as a row of each of their tiles, number by number side by side.
 
     Args:
         values: the array of all values.
         even: which of its numbers the first of the two begins at; `odd` likewise for the other.
-        has_odd: 1, or 0 where zeros are to stand for the other one.
         dim: numbers of a value, a multiple of 16.
         packed: uint16; the row of the first tile goes to number `at`, tiles follow each other.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values_type, _, _, _, _, packed_type, _ = signature.args
+        values_type, _, _, _, packed_type, _ = signature.args
         words = ir.VectorType(ir.IntType(16), 16)
-        kept = builder.sub(ir.Constant(ir.IntType(32), 0), builder.trunc(args[3], ir.IntType(32)))
-        mask = tiles.spread(builder, kept, INTS)
-        with cgutils.for_range(builder, builder.udiv(args[4], i64(16))) as loop:
+        with cgutils.for_range(builder, builder.udiv(args[3], i64(16))) as loop:
             first = builder.mul(loop.index, i64(16))
             pair = []
             for begins in args[1:3]:
                 place = builder.add(begins, first)
                 pointer = address_of(context, builder, values_type, args[0], place)
                 pair.append(builder.zext(tiles.load_vector(builder, pointer, words, 2), INTS))
-            high = builder.and_(builder.shl(pair[1], tiles.ints(16)), mask)
-            place = builder.add(args[6], builder.mul(loop.index, i64(TILE_NUMBERS)))
-            pointer = address_of(context, builder, packed_type, args[5], place)
+            high = builder.shl(pair[1], tiles.ints(16))
+            place = builder.add(args[5], builder.mul(loop.index, i64(TILE_NUMBERS)))
+            pointer = address_of(context, builder, packed_type, args[4], place)
             tiles.store_vector(builder, builder.or_(pair[0], high), pointer, 2)
         return context.get_dummy_value()
 
-    given = (values, types.int64, types.int64, types.int64, types.int64, packed, types.int64)
+    given = (values, types.int64, types.int64, types.int64, packed, types.int64)
     return types.void(*given), generate
 
 
@@ -441,6 +436,7 @@ def _attend(
                     _pack_keys(keys, offsets, d, packed_keys, at)
         block, place = divmod(origin, size)
         for first in range(0, (known + DEPTH - 1) // DEPTH * DEPTH, 2):
+            # Where there is no second value, the first one stands for it, without a weight.
             pair[0] = pair[1] = ((table[block] * kv_heads + kv_head) * size + place) * dim
             for which in range(2):
                 if first + which < known:
@@ -452,9 +448,8 @@ def _attend(
                     if place == size:
                         block, place = block + 1, 0
             if first < known:
-                has_odd = 1 if first + 1 < known else 0
                 at = first // DEPTH * value_tiles * TILE_NUMBERS + first % DEPTH * ROWS
-                _pack_values(values, pair[0], pair[1], has_odd, dim, packed_values, at)
+                _pack_values(values, pair[0], pair[1], dim, packed_values, at)
             else:
                 for tile in range(value_tiles):
                     at = (first // DEPTH * value_tiles + tile) * TILE_NUMBERS
