@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
 
 import ray
 import ray._private.services
+import ray._private.worker
 
 from cluster.config import EngineConfig
 from scheduler.errors import EngineUnavailable
@@ -40,11 +42,27 @@ def connect_to_ray(config: EngineConfig, *, start: bool = True) -> bool:
     # It says at every start how its ports are guarded, which docs/security.md does once.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     try:
+        warn_on_stderr()
         _init_ray(config.ray_address or (None if start else "auto"), config.namespace)
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = config.ray_address or os.environ.get("RAY_ADDRESS") or "this machine"
         raise EngineUnavailable(f"Ray at {where} can't be reached: {error}") from error
     return True
+
+
+def warn_on_stderr() -> None:
+    """Have Ray print its cluster's warnings on stderr: on stdout, where it would, are results."""
+    module: Any = ray._private.worker
+    print_anywhere = module.print_to_stdstream
+    if hasattr(print_anywhere, "__wrapped__"):
+        return
+
+    @functools.wraps(print_anywhere)
+    def print_on_stderr(data: dict[str, Any], *args: Any, **keywords: Any) -> None:
+        is_warning = data.get("pid") == "raylet"
+        print_anywhere(data | {"is_err": True} if is_warning else data, *args, **keywords)
+
+    module.print_to_stdstream = print_on_stderr
 
 
 def where_else() -> str:

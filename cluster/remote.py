@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ _STORE_PING_TIMEOUT_S = 10.0
 """For a store that has been up: past it, it hangs."""
 _STORE_START_TIMEOUT_S = 30.0
 _STORE_RETRY_S = 0.1
+_STORE_END_S = 10.0
+"""In which a store that was ended no longer answers."""
 
 T = TypeVar("T")
 
@@ -147,27 +150,46 @@ class RemoteStore:
         """Of the store that is called; None before the first."""
         self._is_starting = False
         """Whether a new one was asked for that has not answered yet."""
+        self._must_be_new = False
+        """Whether what is there is no good, whichever it is."""
+        self._search: asyncio.Future[None] | None = None
+        """Goes on where those who wait for it are cancelled."""
         self._name = "the offload store"
 
     async def open(self) -> None:
         """Return once the store answers; one that is there is used as it is."""
-        self._incarnation, self._is_starting = await self._answering(), False
+        await self._found()
 
     async def restart(self) -> None:
         """End the store that is there; return once another, empty one answers.
 
-        A store that died by itself has been restarted by Ray, and is not ended once more. Where
-        this is cancelled, the next call goes on with it.
+        A store that died by itself has been restarted by Ray, and is not ended once more. What was
+        begun goes on where this is cancelled, and the next call waits for that: a store that
+        hangs is ended however briefly each caller waits.
         """
+        self._must_be_new = True
+        await self._found()
+
+    async def _found(self) -> None:
+        """Wait for the search that is under way, or begin one."""
+        if self._search is None:
+            self._search = asyncio.ensure_future(self._find_one())
+        await asyncio.shield(self._search)
+        self._search = None
+
+    async def _find_one(self) -> None:
+        ended_s: float | None = None
         while True:
             found = await self._answering()
-            if self._incarnation is None and not self._is_starting:
+            if self._incarnation is None and not self._is_starting and self._must_be_new:
                 self._incarnation = found  # nobody knows what it holds
             if found != self._incarnation:
                 self._incarnation, self._is_starting = found, False
                 return
-            if not self._is_starting:
+            # Ending it may have come to nothing: then it is there as before, and ended again.
+            if ended_s is None or time.monotonic() - ended_s > _STORE_END_S:
                 await self._end()
+                ended_s = time.monotonic()
             await asyncio.sleep(_STORE_RETRY_S)
 
     async def _answering(self) -> str:
@@ -191,8 +213,8 @@ class RemoteStore:
         return await asyncio.wait_for(asked, timeout_s)
 
     async def _end(self) -> None:
-        self._is_starting = True
         await in_thread(_kill, self._handle, False)
+        self._is_starting = True
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Call the store; one that meanwhile does not answer a ping is frozen, and so lost."""

@@ -16,6 +16,7 @@ import ray
 
 from cluster import Client, RequestOutput, SamplingParams
 from cluster.config import EngineConfig
+from cluster.connecting import warn_on_stderr
 from cluster.handle import RequestHandle
 from cluster.launch import EngineHandles, engine_spec, kill_engine
 from scheduler.actor import CONCURRENCY_GROUPS, SchedulerActor
@@ -57,12 +58,14 @@ def lasting(**params: Any) -> SamplingParams:
 LASTING = lasting()
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Return once `condition` holds; fail where it does not within the deadline."""
+def wait_for(
+    condition: Callable[[], bool], what: str, found: Callable[[], Any] = lambda: ""
+) -> None:
+    """Return once `condition` holds; fail, and say what is `found`, where the deadline passes."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > deadline_s:
-            pytest.fail(f"not within {DEADLINE_S:g} s: {what}")
+            pytest.fail(f"not within {DEADLINE_S:g} s: {what} {found()}")
         time.sleep(0.02)
 
 
@@ -193,6 +196,7 @@ def local_cluster() -> Iterator[None]:
 
 def _start_ray() -> None:
     """Start Ray. It gives up when it is not up within 30 s, which a busy machine may take."""
+    warn_on_stderr()
     for is_last in (False, False, True):
         try:
             ray.init(

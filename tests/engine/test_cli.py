@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private import worker as ray_worker
+from ray._private.utils import publish_error_to_driver
 from typer.testing import CliRunner
 
 from cluster import Client, SamplingParams, cli_common, cli_tools
@@ -46,6 +48,23 @@ def test_every_command_explains_itself(command: str) -> None:
     assert done.exit_code == 0
     for part in ("--json", f"Example: haversack {command}", "Exit codes: 0 done"):
         assert part in done.output
+
+
+@pytest.mark.usefixtures("local_cluster")
+def test_what_ray_warns_of_does_not_mix_with_what_a_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen = {"out": "", "err": ""}
+
+    def has_come() -> bool:
+        publish_error_to_driver("any", "WARNING: of a node", ray_worker.global_worker.gcs_client)
+        read = capsys.readouterr()
+        seen["out"] += read.out
+        seen["err"] += read.err
+        return "WARNING: of a node" in seen["out"] + seen["err"]
+
+    wait_for(has_come, "Ray's warning is printed")
+    assert "WARNING" not in seen["out"]
 
 
 def test_a_prompt_is_scored(shell: CliRunner, client: Client) -> None:

@@ -81,14 +81,19 @@ def assert_baseline(client: Client) -> None:
     wait_for(lambda: len(client.workers()) == whole["worker"], "every worker has joined")
     assert not client.requests()
 
-    def is_idle() -> bool:
+    def left() -> dict[str, int | None]:
         stats = client.stats()
         store, journal = stats.store or {}, stats.journal or {}
-        held = [store.get(name) for name in ("num_pins", "num_owned_segments", "num_requests")]
-        left = [journal.get(name) for name in ("num_live", "num_queued_records", "num_results")]
-        return not stats.scheduler.num_used_blocks and held == [0, 0, 0] and left == [0, 0, 0]
+        held = {"num_used_blocks": stats.scheduler.num_used_blocks}
+        held |= {
+            name: store.get(name) for name in ("num_pins", "num_owned_segments", "num_requests")
+        }
+        held |= {
+            name: journal.get(name) for name in ("num_live", "num_queued_records", "num_results")
+        }
+        return {name: count for name, count in held.items() if count != 0}
 
-    wait_for(is_idle, "blocks, pins and journal rows are given back")
+    wait_for(lambda: not left(), "blocks, pins and journal rows are given back", left)
     stats = client.stats()
     assert stats.scheduler.num_recomputed_rows == 0
     assert (stats.store or {})["used_bytes"] <= ENGINE["offload_bytes"]

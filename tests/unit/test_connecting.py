@@ -35,6 +35,19 @@ def test_a_head_that_could_not_serve_a_client_is_asked_again(
     assert len(asked) == 3
 
 
+@pytest.mark.parametrize(("pid", "place"), [("raylet", "err"), (17, "out")])
+def test_warnings_of_the_cluster_go_to_stderr(
+    capsys: pytest.CaptureFixture[str], pid: str | int, place: str
+) -> None:
+    for _ in range(2):
+        connecting.warn_on_stderr()
+    line = {"lines": [f"of {pid}"], "pid": pid, "is_err": False, "ip": "", "task_name": ""}
+    connecting.ray._private.worker.print_to_stdstream(line, ignore_prefix=True)
+    read = capsys.readouterr()._asdict()
+    assert f"of {pid}" in read.pop(place)
+    assert read.popitem()[1] == ""
+
+
 class Context:
     gcs_address = "10.0.0.1:6379"
 
