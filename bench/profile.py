@@ -50,6 +50,8 @@ from workers.model_store import DEFAULT_MODEL
 REST = "rest"
 LINEAR = "linear layers"
 HEAD = "lm_head"
+WHOLE_LAYERS = "decoder layers, whole"
+"""Of few rows: computed in one call each, see `workers.decoder_layers`."""
 _ELEMENTWISE = "norms, rotary, activation"
 _FUNCTIONS = {"workers.logprobs": "row selection, argmax", "workers.sampler": "sampling"}
 _BLOCK_SIZE = 16
@@ -151,6 +153,11 @@ def watched(runner: ModelRunner, model: Any, watch: Stopwatch) -> Iterator[None]
     attend = interface()[attention.IMPLEMENTATION]
     undo.append(lambda: interface.register(attention.IMPLEMENTATION, attend))
     interface.register(attention.IMPLEMENTATION, watch.around("attention", attend))
+    if next(model.parameters()).device.type == "cpu":
+        # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
+        from workers.decoder_layers import FewRowsLayer
+
+        patch(FewRowsLayer, "compute", WHOLE_LAYERS)
     patch(runner, "execute", REST)
     try:
         yield

@@ -14,6 +14,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -86,8 +88,14 @@ def tiny_gemma2(path: Path | str) -> Path:
 
 def tiny_qwen2(path: Path | str) -> Path:
     """Save a Qwen 2 (biases in q, k and v) into `path`."""
-    settings = {k: v for k, v in COMMON.items() if k != "head_dim"}
+    settings = {k: v for k, v in COMMON.items() if k != "head_dim"} | {"hidden_size": 192}
     return save_model(Qwen2ForCausalLM, Qwen2Config(num_hidden_layers=2, **settings), path)
+
+
+def tiny_mistral(path: Path | str) -> Path:
+    """Save a Mistral (a window in every layer) into `path`."""
+    config = MistralConfig(num_hidden_layers=2, sliding_window=SLIDING_WINDOW, **COMMON)
+    return save_model(MistralForCausalLM, config, path)
 
 
 def save_model(kind: Any, config: Any, path: Path | str, seed: int = 0) -> Path:

@@ -11,6 +11,7 @@ CUDA. Both give a row the same bits whatever the chunking and the rest of the ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,7 +66,15 @@ class AttentionBatch:
         self._slots = torch.from_numpy(slots).to(device)
         self._rows: dict[int, torch.Tensor] = {}
         """Where the new KV goes, by a layer's number of KV heads."""
-        self._kernel = make_kernel(spans, cache)
+        self.kernel = make_kernel(spans, cache)
+
+    @functools.cached_property
+    def new_places(self) -> tuple[IntArray, IntArray]:
+        """On CPU: slots of the cache for the batch's new KV, and the rows that it is of, int64."""
+        rows = self._new_rows
+        if isinstance(rows, slice):
+            return self._slots.numpy(), np.arange(rows.stop)
+        return self._slots.numpy(), rows.numpy()
 
     def attend(
         self,
@@ -87,7 +96,7 @@ class AttentionBatch:
         if rows is None:
             rows = self._rows[key.shape[1]] = self.cache.rows(self._slots, key.shape[1])
         self.cache.write(layer, rows, key[self._new_rows], value[self._new_rows])
-        return self._kernel.attend(layer, query, scaling, window, cap)
+        return self.kernel.attend(layer, query, scaling, window, cap)
 
 
 def make_kernel(spans: Sequence[Span], cache: KVCache) -> Kernel:
@@ -204,6 +213,12 @@ def use_batch(attention: Attention) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def current_batch() -> AttentionBatch | None:
+    """Return the batch that is being computed; None in the loader's probe."""
+    found = _CURRENT.get()
+    return found if isinstance(found, AttentionBatch) else None
 
 
 def _attention_interface(

@@ -21,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from workers import kernel_tiles as tiles
+from workers import kernel_vectors as vectors
 from workers.compiled import helper, kernel
 from workers.kernel_arithmetic import EXACT, ZERO, address_of, width_of
 from workers.kernel_team import on_team
@@ -75,41 +76,65 @@ def _pack_keys(_: Any, keys: Any, offsets: Any, first: Any, packed: Any, at: Any
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _scores(_: Any, query: Any, row: Any, packed: Any, blocks: Any, depth: Any, out: Any) -> Any:
-    """Write the products of 16 rows of queries and some keys to `out`.
+def _scores(
+    _: Any, query: Any, row: Any, count: Any, packed: Any, blocks: Any, depth: Any, out: Any
+) -> Any:
+    """Write the products of some rows of queries and some keys to `out`.
 
     Args:
-        query: contiguous bf16 [rows, depth].
+        query: contiguous bf16 [rows, depth], 16 from `row` on.
         row: the first of the rows.
+        count: how many are needed, at most 16.
         packed: keys as `_pack_keys` writes them, [blocks, depth / 32, 16, 32].
-        blocks: how many times 16 keys.
+        blocks: how many times 16 keys, an even number.
         depth: a multiple of 32.
         out: fp32 [16, columns], at least 16 times `blocks`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        query_type, _, packed_type, _, _, out_type = signature.args
-        stride = builder.mul(args[4], i64(2))
-        out_stride = builder.mul(width_of(context, builder, out_type, args[5]), i64(4))
-        row_at = builder.mul(args[1], args[4])
-        groups = builder.udiv(args[4], i64(DEPTH))
-        with cgutils.for_range(builder, args[3]) as block:
-            block_at = builder.mul(block.index, builder.mul(groups, i64(TILE_NUMBERS)))
-            tiles.zero(builder, 0)
-            with cgutils.for_range(builder, groups) as group:
-                place = builder.add(row_at, builder.mul(group.index, i64(DEPTH)))
-                pointer = address_of(context, builder, query_type, args[0], place)
-                tiles.load(builder, 1, pointer, stride)
-                place = builder.add(block_at, builder.mul(group.index, i64(TILE_NUMBERS)))
-                pointer = address_of(context, builder, packed_type, args[2], place)
-                tiles.load(builder, 2, pointer, i64(2 * DEPTH))
-                tiles.multiply(builder, 0, 1, 2)
-            place = builder.mul(block.index, i64(ROWS))
-            pointer = address_of(context, builder, out_type, args[5], place)
-            tiles.store(builder, 0, pointer, out_stride)
+        query_type, _, _, packed_type, _, _, out_type = signature.args
+        stride = builder.mul(args[5], i64(2))
+        out_stride = builder.mul(width_of(context, builder, out_type, args[6]), i64(4))
+        row_at = builder.mul(args[1], args[5])
+        groups = builder.udiv(args[5], i64(DEPTH))
+
+        def query_at(offset: Any) -> Any:
+            place = builder.add(row_at, offset)
+            return address_of(context, builder, query_type, args[0], place)
+
+        def packed_at(tile: Any) -> Any:
+            place = builder.mul(tile, i64(TILE_NUMBERS))
+            return address_of(context, builder, packed_type, args[3], place)
+
+        def out_at(block: Any) -> Any:
+            place = builder.mul(block, i64(ROWS))
+            return address_of(context, builder, out_type, args[6], place)
+
+        if tiles.HAS_AMX:
+            with cgutils.for_range(builder, args[4]) as block:
+                tiles.zero(builder, 0)
+                with cgutils.for_range(builder, groups) as group:
+                    tiles.load(builder, 1, query_at(builder.mul(group.index, i64(DEPTH))), stride)
+                    tile = builder.add(builder.mul(block.index, groups), group.index)
+                    tiles.load(builder, 2, packed_at(tile), i64(2 * DEPTH))
+                    tiles.multiply(builder, 0, 1, 2)
+                tiles.store(builder, 0, out_at(block.index), out_stride)
+        else:
+            tile_bytes = i64(2 * TILE_NUMBERS)
+            with cgutils.for_range_slice(builder, i64(0), args[4], i64(2), inc=True) as (block, _):
+                keys = vectors.Pairs(
+                    packed_at(builder.mul(block, groups)),
+                    pair_bytes=i64(2 * DEPTH),
+                    group_bytes=tile_bytes,
+                    vector_bytes=builder.mul(groups, tile_bytes),
+                )
+                own_rows = vectors.Rows(query_at(i64(0)), stride)
+                own_out = vectors.Rows(out_at(block), out_stride)
+                vectors.multiply(builder, args[2], own_rows, keys, groups, 2, own_out)
         return context.get_dummy_value()
 
-    return types.void(query, types.int64, packed, types.int64, types.int64, out), generate
+    given = (query, types.int64, types.int64, packed, types.int64, types.int64, out)
+    return types.void(*given), generate
 
 
 def _exponentials(builder: Any, x: Any) -> Any:
@@ -220,12 +245,21 @@ def _softmax(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _outputs(
-    _: Any, weights: Any, packed: Any, first: Any, after: Any, per_group: Any, tile: Any, sums: Any
+    _: Any,
+    weights: Any,
+    count: Any,
+    packed: Any,
+    first: Any,
+    after: Any,
+    per_group: Any,
+    tile: Any,
+    sums: Any,
 ) -> Any:
-    """Write the sums of values by weight of 16 rows to `sums`.
+    """Write the sums of values by weight of some rows to `sums`.
 
     Args:
         weights: bf16 [16, columns].
+        count: how many of the rows are needed, at most 16.
         packed: values as `attend` packs them, [groups, per_group, 16, 32].
         first: the first 32 columns to sum; `after` are the ones after the last.
         per_group: tiles of 16 outputs that there are.
@@ -234,26 +268,49 @@ def _outputs(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights_type, packed_type, _, _, _, _, sums_type = signature.args
+        weights_type, _, packed_type, _, _, _, _, sums_type = signature.args
         stride = builder.mul(width_of(context, builder, weights_type, args[0]), i64(2))
-        for number in range(_HEAD_TILES):
-            tiles.zero(builder, number)
-        with cgutils.for_range_slice(builder, args[2], args[3], i64(1), inc=True) as (group, _):
+        sums_stride = i64(4 * 16 * _HEAD_TILES)
+
+        def weights_at(group: Any) -> Any:
             place = builder.mul(group, i64(DEPTH))
-            pointer = address_of(context, builder, weights_type, args[0], place)
-            tiles.load(builder, 4, pointer, stride)
-            at = builder.add(builder.mul(group, args[4]), args[5])
+            return address_of(context, builder, weights_type, args[0], place)
+
+        def packed_at(group: Any, number: int) -> Any:
+            at = builder.add(builder.mul(group, args[5]), args[6])
+            place = builder.mul(builder.add(at, i64(number)), i64(TILE_NUMBERS))
+            return address_of(context, builder, packed_type, args[2], place)
+
+        def sums_at(number: int) -> Any:
+            return address_of(context, builder, sums_type, args[7], i64(16 * number))
+
+        if tiles.HAS_AMX:
             for number in range(_HEAD_TILES):
-                place = builder.mul(builder.add(at, i64(number)), i64(TILE_NUMBERS))
-                pointer = address_of(context, builder, packed_type, args[1], place)
-                tiles.load(builder, 5 + number % 3, pointer, i64(2 * DEPTH))
-                tiles.multiply(builder, number, 4, 5 + number % 3)
-        for number in range(_HEAD_TILES):
-            pointer = address_of(context, builder, sums_type, args[6], i64(16 * number))
-            tiles.store(builder, number, pointer, i64(4 * 16 * _HEAD_TILES))
+                tiles.zero(builder, number)
+            with cgutils.for_range_slice(builder, args[3], args[4], i64(1), inc=True) as (group, _):
+                tiles.load(builder, 4, weights_at(group), stride)
+                for number in range(_HEAD_TILES):
+                    tiles.load(builder, 5 + number % 3, packed_at(group, number), i64(2 * DEPTH))
+                    tiles.multiply(builder, number, 4, 5 + number % 3)
+            for number in range(_HEAD_TILES):
+                tiles.store(builder, number, sums_at(number), sums_stride)
+        else:
+            tile_bytes = i64(2 * TILE_NUMBERS)
+            num_groups = builder.sub(args[4], args[3])
+            for number in range(0, _HEAD_TILES, 2):
+                values = vectors.Pairs(
+                    packed_at(args[3], number),
+                    pair_bytes=i64(2 * DEPTH),
+                    group_bytes=builder.mul(args[5], tile_bytes),
+                    vector_bytes=tile_bytes,
+                )
+                own_rows = vectors.Rows(weights_at(args[3]), stride)
+                own_sums = vectors.Rows(sums_at(number), sums_stride)
+                vectors.multiply(builder, args[1], own_rows, values, num_groups, 2, own_sums)
         return context.get_dummy_value()
 
-    given = (weights, packed, types.int64, types.int64, types.int64, types.int64, sums)
+    counts = (types.int64,) * 4
+    given = (weights, types.int64, packed, *counts, sums)
     return types.void(*given), generate
 
 
@@ -371,11 +428,11 @@ def attend(
     """
     own = (query, keys, values, tile_rows, num_tokens, starts, tables, origins, num_columns)
     count = tile_rows.shape[0] * keys.shape[1]
-    on_team(_attend, threads, count, (*own, window, scaling, partition, out))
+    on_team(attend_part, threads, count, (*own, window, scaling, partition, out))
 
 
 @helper(EXACT)
-def _attend(
+def attend_part(
     query: Any,
     keys: Any,
     values: Any,
@@ -459,8 +516,8 @@ def _attend(
             last_token = min((row + ROWS - 1) // per_kv_head, tokens - 1)
             columns = starts[i] + last_token + 1 - origin
             groups = (columns + DEPTH - 1) // DEPTH
-            _scores(queries, row, packed_keys, 2 * groups, dim, scores)
             count = min(ROWS, rows - row)
+            _scores(queries, row, count, packed_keys, 2 * groups, dim, scores)
             for r in range(count):
                 token = (row + r) // per_kv_head
                 after = starts[i] + token + 1 - origin
@@ -471,6 +528,7 @@ def _attend(
                 for tile in range(0, value_tiles, _HEAD_TILES):
                     _outputs(
                         weights,
+                        count,
                         packed_values,
                         min(begins // DEPTH, ends),
                         ends,

@@ -146,6 +146,14 @@ def _agrees(head_dim: int, scaling: float) -> bool:
     return torch.equal(*found)
 
 
+def split_scaling(scaling: float) -> tuple[float, float]:
+    """Return what queries and what scores are to be multiplied by.
+
+    A power of two rounds nothing, so it may go to the operand that has fewer numbers.
+    """
+    return (scaling, 1.0) if math.frexp(scaling)[0] == 0.5 else (1.0, scaling)
+
+
 class BlockedKernel:
     """Attention of one step's batch; see the module's rules."""
 
@@ -177,20 +185,21 @@ class BlockedKernel:
     ) -> torch.Tensor:
         """See `workers.attention.Kernel.attend`."""
         keys, values = self._cache.key(layer), self._cache.value(layer)
-        if math.frexp(scaling)[0] == 0.5:
-            # A power of two rounds nothing, so it may go to the operand that has fewer numbers.
-            query, scaling = query * scaling, 1.0
+        factor, scaling = split_scaling(scaling)
+        if factor != 1.0:
+            query = query * factor
         use_tiles = self._use_tiles
         if use_tiles is None:
             use_tiles = cap is None and tiles_agree(query.shape[2], query.dtype)
         if use_tiles:
-            batch = self._tile_batch(window)
+            batch = self.tile_batch(window)
             return batch.attend(
                 query, keys, values, scaling=scaling, window=window, partition=KEY_PARTITION
             )
         return self._products(query, keys, values, scaling, window, cap)
 
-    def _tile_batch(self, window: int | None) -> TileBatch:
+    def tile_batch(self, window: int | None) -> TileBatch:
+        """Return the batch as the kernels of `workers.tile_attention` take it."""
         if window not in self._tile_batches:
             origins = np.array([_first_key(tile, window) for tile in self._tiles])
             self._tile_batches[window] = TileBatch(

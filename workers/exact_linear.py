@@ -36,7 +36,7 @@ from workers.linear_groups import join
 from workers.probes import cancelling
 
 ROW_MULTIPLE = 16
-"""Row counts of a batch must be multiples of this."""
+"""Row counts of the library's calls are multiples of this."""
 _LADDER = (16, 32, 48, 64, *range(128, 513, 64))
 """Row counts of calls that are tried."""
 _SMALL_ROWS = 64
@@ -56,10 +56,10 @@ _Product = Callable[[torch.Tensor], torch.Tensor]
 def padded_rows(num_rows: int, min_rows: int) -> int:
     """Return the row count that a batch of so many rows is padded to.
 
-    A multiple of 16 and at least `min_rows`; above 64 a multiple of 64, so that few calls make up
-    the batch.
+    At least `min_rows`, and a multiple of 16 where that is; above 64 a multiple of 64, so that few
+    calls make up the batch.
     """
-    multiple = ROW_MULTIPLE if num_rows <= 64 else 64
+    multiple = min(ROW_MULTIPLE, min_rows) if num_rows <= 64 else 64
     return max(-(-num_rows // multiple) * multiple, min_rows)
 
 
@@ -192,13 +192,14 @@ class _Part:
         self.calls = _calls(*weight.shape, weight.dtype, bias is not None)
         packed = _laid_out(weight)
         self._product = _product(weight, packed, bias)
-        self._few_rows: tile_products.FewRows | None = None
+        self.few_rows: tile_products.FewRows | None = None
+        """What computes few rows; None where the library does."""
         chunk = self.calls.chunk
         if packed is not None and chunk is not None:
             # How weights lie depends on their shape, for which it has been looked at.
             memory = tile_products.memory_of(packed)
             if memory is not None:
-                self._few_rows = tile_products.FewRows(packed, memory, bias, chunk)
+                self.few_rows = tile_products.FewRows(packed, memory, bias, chunk)
 
     @property
     def min_rows(self) -> int:
@@ -207,8 +208,8 @@ class _Part:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b for x [rows, in_features]."""
-        if self._few_rows is not None and x.shape[0] <= tile_products.MAX_ROWS:
-            return self._few_rows(x)
+        if self.few_rows is not None and x.shape[0] in self.few_rows.row_counts:
+            return self.few_rows(x)
         good = self.calls.good(torch.get_num_threads())
         if good:
             return self._multiply(x, good)
@@ -224,8 +225,8 @@ class _Part:
             missing = rows - part.shape[0]
             if missing:
                 part = self._product(functional.pad(part, (0, 0, 0, missing)))[:-missing]
-            elif self._few_rows is not None and rows <= tile_products.MAX_ROWS:
-                part = self._few_rows(part)
+            elif self.few_rows is not None and rows in self.few_rows.row_counts:
+                part = self.few_rows(part)
             else:
                 part = self._product(part)
             parts.append(part)
@@ -233,10 +234,10 @@ class _Part:
 
     def _with_few(self, good: list[int]) -> list[int]:
         """Return the row counts of calls, in ascending order."""
-        if self._few_rows is None:
+        if self.few_rows is None:
             return good
-        few = range(ROW_MULTIPLE, tile_products.MAX_ROWS + 1, ROW_MULTIPLE)
-        return [*few, *(rows for rows in good if rows > tile_products.MAX_ROWS)]
+        few = self.few_rows.row_counts
+        return [*few, *(rows for rows in good if rows > few[-1])]
 
 
 class ExactLinear(nn.Module):
@@ -268,7 +269,7 @@ class ExactLinear(nn.Module):
         """Return x W^T + b.
 
         Args:
-            x: [..., in_features], whose leading sizes multiply to a multiple of 16.
+            x: [..., in_features].
         """
         parts = self.parts(x.reshape(-1, x.shape[-1]))
         result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -277,6 +278,11 @@ class ExactLinear(nn.Module):
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return what `forward` does for x [rows, in_features], cut into columns."""
         return [part.multiply(x) for part in self._parts]
+
+    @property
+    def few_rows(self) -> tile_products.FewRows | None:
+        """What computes few rows; None where that is not one product by a kernel of ours."""
+        return self._parts[0].few_rows if len(self._parts) == 1 else None
 
 
 def _cut(num_rows: int, good: list[int]) -> Iterator[tuple[int, int]]:
@@ -331,7 +337,7 @@ def make_exact(model: nn.Module) -> Arithmetic:
     from workers import fused
 
     signatures = {fused.signature(p.dtype) for p in model.parameters()}
-    min_rows = ROW_MULTIPLE
+    min_rows = 1
 
     def exact(linear: nn.Linear) -> ExactLinear:
         nonlocal min_rows

@@ -46,15 +46,13 @@ class FusedNorm(nn.Module):
         """Return the norm over the last dimension of x, any shape."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty_like(rows)
-        kernels.rms_norm(
-            num_threads(rows.numel()),
-            as_array(rows),
-            self._scale,
-            self._eps,
-            self._rounds_first,
-            as_array(out),
-        )
+        kernels.rms_norm(num_threads(rows.numel()), as_array(rows), *self.arguments, as_array(out))
         return out.view(x.shape)
+
+    @property
+    def arguments(self) -> tuple[npt.NDArray[np.float32], np.float32, bool]:
+        """What `kernels.rms_norm` takes of a norm: scale, eps and rounds_first."""
+        return self._scale, self._eps, self._rounds_first
 
 
 def fused_norm(module: nn.Module) -> FusedNorm | None:

@@ -34,6 +34,12 @@ def width_of(context: Any, builder: Any, array: Any, value: Any) -> Any:
     return builder.extract_value(shape, array.ndim - 1)
 
 
+def length_of(context: Any, builder: Any, array: Any, value: Any) -> Any:
+    """Return, while code is made, the first size of an array."""
+    shape = make_array(array)(context, builder, value).shape
+    return builder.extract_value(shape, 0)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _bits(_: Any, x: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -68,7 +68,8 @@ def on_team(_: Any, function: Any, threads: Any, count: Any, arguments: Any) -> 
         compiled = context.compile_subroutine(builder, part, kind, caching=False)
         packed = context.get_value_type(arguments)
         task_data = ir.LiteralStructType([packed, _I64, _I64])
-        task = ir.Function(builder.module, _TASK, f"{builder.function.name}.part")
+        name = builder.module.get_unique_name(f"{builder.function.name}.part")
+        task = ir.Function(builder.module, _TASK, name)
         task.linkage = "internal"
         inside = ir.IRBuilder(task.append_basic_block())
         data = inside.bitcast(task.args[0], task_data.as_pointer())

@@ -1,5 +1,7 @@
 """AMX instructions and vectors of 16 numbers, as parts of kernels while their code is made.
 
+On a processor without AMX the kernels have `workers.kernel_vectors` instead, and no tiles.
+
 A tile is 16 rows of 64 bytes. The product of two tiles of bfloat16 adds to 16 x 16 fp32 sums the
 products of 32 numbers, in one order (`TDPBF16PS` in Intel's Software Developer's Manual, volume 2):
 those at even places one after the other, those at odd places, both together, then onto the sum.
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -19,6 +22,10 @@ from numba.extending import intrinsic
 
 from workers.kernel_arithmetic import address_of
 
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_AMX = bool(_FEATURES.get("amx-tile") and _FEATURES.get("amx-bf16"))
+HAS_VECTORS = bool(_FEATURES.get("avx512bf16"))
+"""Whether there is `workers.kernel_vectors`."""
 ROWS = 16
 """Rows of a tile, and columns of one that holds sums."""
 DEPTH = 32
@@ -73,6 +80,8 @@ def begin(_: Any) -> Any:
     """Have this thread's tiles be of 16 rows of 64 bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not HAS_AMX:
+            return context.get_dummy_value()
         size = 64
         settings = [0] * size
         settings[0] = 1
@@ -92,7 +101,8 @@ def end(_: Any) -> Any:
     """Give this thread's tiles back."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "tilerelease")
+        if HAS_AMX:
+            _call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), generate

@@ -51,11 +51,11 @@ def rms_norm(threads: Any, x: Any, scale: Any, eps: Any, rounds_first: Any, out:
         rounds_first: whether the quotient is rounded to the array's type before it is scaled.
         out: another array than x.
     """
-    on_team(_rms_norm, threads, x.shape[0], (x, scale, eps, rounds_first, out))
+    on_team(rms_norm_part, threads, x.shape[0], (x, scale, eps, rounds_first, out))
 
 
 @helper(EXACT)
-def _rms_norm(
+def rms_norm_part(
     x: Any, scale: Any, eps: Any, rounds_first: Any, out: Any, first: Any, end: Any
 ) -> None:
     """Do it for some rows."""
@@ -81,11 +81,11 @@ def gate_silu(threads: Any, both: Any, out: Any) -> None:
         both: [rows, 2 * width]: gate, then up.
         out: [rows, width].
     """
-    on_team(_gate_silu, threads, out.shape[0], (both, out))
+    on_team(gate_silu_part, threads, out.shape[0], (both, out))
 
 
 @helper(EXACT)
-def _gate_silu(both: Any, out: Any, first: Any, end: Any) -> None:
+def gate_silu_part(both: Any, out: Any, first: Any, end: Any) -> None:
     """Do it for some rows."""
     width = out.shape[1]
     for i in range(first, end):
@@ -111,11 +111,11 @@ def rotate(
         cos: [tokens, width]; `sin` likewise. Each product is rounded to the arrays' type.
         out: [tokens, heads, width], another array than x.
     """
-    on_team(_rotate, threads, out.shape[0], (address, stride_bytes, like, cos, sin, out))
+    on_team(rotate_part, threads, out.shape[0], (address, stride_bytes, like, cos, sin, out))
 
 
 @helper(EXACT)
-def _rotate(
+def rotate_part(
     address: Any, stride_bytes: Any, like: Any, cos: Any, sin: Any, out: Any, first: Any, end: Any
 ) -> None:
     """Do it for some rows."""

@@ -38,7 +38,7 @@ class _Joint(nn.Module):
 
     def __init__(self, layer: nn.Module, num_parts: int) -> None:
         super().__init__()
-        self._layer = layer
+        self.layer = layer
         self._num_parts = num_parts
         self._x: torch.Tensor | None = None
         self._product: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class _Joint(nn.Module):
     def take(self, part: int, x: torch.Tensor) -> torch.Tensor:
         """Return the product for x, and keep it while a part of it is still to be taken."""
         if self._product is None or self._x is not x or part in self._taken:
-            self._x, self._product = x, self._layer(x)
+            self._x, self._product = x, self.layer(x)
             self._taken.clear()
         product = self._product
         assert product is not None
@@ -57,7 +57,7 @@ class _Joint(nn.Module):
         return product
 
 
-class _Part(nn.Module):
+class JointPart(nn.Module):
     """Stands in for one of the layers."""
 
     def __init__(self, joint: _Joint, part: int, columns: slice) -> None:
@@ -69,6 +69,11 @@ class _Part(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this layer's outputs for x [..., in_features], a view."""
         return self._joint.take(self._part, x)[..., self._columns]
+
+    @property
+    def whole(self) -> nn.Module:
+        """The layer that this is a part of."""
+        return self._joint.layer
 
 
 def join(module: nn.Module, replace: Callable[[nn.Linear], nn.Module]) -> None:
@@ -87,5 +92,5 @@ def join(module: nn.Module, replace: Callable[[nn.Linear], nn.Module]) -> None:
     first = 0
     for part, (name, linear) in enumerate(zip(_NAMES, linears, strict=True)):
         columns = slice(first, first + linear.out_features)
-        setattr(module, name, _Part(joint, part, columns))
+        setattr(module, name, JointPart(joint, part, columns))
         first = columns.stop

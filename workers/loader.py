@@ -150,9 +150,10 @@ def load_model(
     layers, vocab_size = _probe(model, config, torch_device)
     if torch_device.type == "cpu":
         # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
-        from workers import cpu_attention
+        from workers import cpu_attention, decoder_layers
 
         cpu_attention.prepare(layers, torch_dtype)
+        decoder_layers.fuse(model, layers)
     if ranks.rank > 0:
         drop_output_layer(model)
     return LoadedModel(

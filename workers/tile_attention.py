@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +57,14 @@ class TileBatch:
 
         out = torch.zeros(query.shape, dtype=query.dtype)
         q, k, v, result = (as_array(x) for x in (query.contiguous(), keys, values, out))
+        threads = self.num_threads(query.shape[1] * query.shape[2])
+        kernel: Any = attention_kernels.attend
+        kernel(threads, q, k, v, *self.arguments(scaling, window, partition), result)
+        return out
 
-        products = int((self.num_tokens * self.num_columns).sum()) * query[0].numel()
-        attention_kernels.attend(
-            num_threads(products // NUMBERS_AT_ONCE),
-            q,
-            k,
-            v,
+    def arguments(self, scaling: float, window: int | None, partition: int) -> tuple[Any, ...]:
+        """Return what `attention_kernels.attend` takes of a batch, from its tiles on."""
+        return (
             self.rows,
             self.num_tokens,
             self.starts,
@@ -71,9 +74,15 @@ class TileBatch:
             _NO_WINDOW if window is None else window,
             np.float32(scaling),
             partition,
-            result,
         )
-        return out
+
+    def num_threads(self, numbers: int) -> int:
+        """Return how many threads the batch is worth, with so many numbers in a query."""
+        return num_threads(self._num_products * numbers // NUMBERS_AT_ONCE)
+
+    @functools.cached_property
+    def _num_products(self) -> int:
+        return int((self.num_tokens * self.num_columns).sum())
 
 
 def softmax_agrees(scaling: float) -> bool:

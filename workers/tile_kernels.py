@@ -1,13 +1,14 @@
-"""Products of few rows on AMX tiles, compiled at run time by numba.
+"""Products of few rows, compiled at run time by numba: on AMX tiles, or by AVX-512.
 
-oneDNN's kernels go through a row's numbers in groups of 32 (see `workers.kernel_tiles`), and for
-long rows in some chunks, whose sums they add up. So the kernel here gives the bits that they give,
-if it is told the size of a chunk; and for a handful of rows it takes less time, since nothing is
-padded and the weights are read in one stream.
+oneDNN's kernels go through a row's numbers in groups of 32 (see `workers.kernel_tiles`) or in pairs
+(`workers.kernel_vectors`), and for long rows in some chunks, whose sums they add up. So the kernel
+here gives the bits that they give, if it is told the size of a chunk; and for a handful of rows it
+takes less time, since less is padded, or nothing, and the weights are read in one stream.
 
-Weights lie as oneDNN lays them out for AMX: [out_features / 32, in_features / 32, 16, 32, 2], which
-is 32 outputs, of 32 inputs, each pair of inputs side by side. Whoever calls must know that they do,
-and that the process may use AMX. The rules of `workers.kernels` hold here too.
+Weights lie as oneDNN lays them out: [out_features / `COLUMNS`, in_features / 2, `COLUMNS`, 2], each
+pair of inputs side by side, and zeros for outputs that there are not. Whoever calls must know that
+they do, and that the process may use AMX where there is one. The rules of `workers.kernels` hold
+here too.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from workers import kernel_tiles as tiles
+from workers import kernel_vectors as vectors
 from workers.compiled import helper, kernel
-from workers.kernel_arithmetic import EXACT, ZERO, address_of, narrow, width_of
+from workers.kernel_arithmetic import EXACT, ZERO, address_of, length_of, narrow, width_of
 from workers.kernel_team import on_team
 from workers.kernel_tiles import DEPTH, ROWS, i64
 
-COLUMNS = 32
-"""Outputs that are computed together, in two tiles for each 16 rows."""
+COLUMNS = 32 if tiles.HAS_AMX else 64
+"""Outputs that are computed together: on AMX in two tiles for each 16 rows."""
 MAX_ROWS = 32
 """Rows of a call; for more the library takes no longer."""
+ROW_MULTIPLE = 16 if tiles.HAS_AMX else 1
 _LEAST = np.float32(2.0**-126)
 
 
@@ -82,26 +85,73 @@ def _sums(count: int) -> Any:
 _sums_of_16, _sums_of_32 = _sums(1), _sums(2)
 
 
+@helper(EXACT)
+def _tile_sums(x: Any, weights: Any, block: Any, first: Any, end: Any, sums: Any) -> None:
+    if x.shape[0] == ROWS:
+        _sums_of_16(x, weights, block, first, end, sums)
+    else:
+        _sums_of_32(x, weights, block, first, end, sums)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _vector_sums(_: Any, x: Any, weights: Any, block: Any, first: Any, end: Any, sums: Any) -> Any:
+    """Write the products of all rows of x and 64 outputs, summed over some inputs, to `sums`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x_type, weights_type, _, _, _, sums_type = signature.args
+        depth = width_of(context, builder, x_type, args[0])
+        num_rows = length_of(context, builder, x_type, args[0])
+        place = builder.mul(builder.add(builder.mul(args[2], depth), args[3]), i64(COLUMNS))
+        pair_bytes = 4 * COLUMNS
+        num_groups = builder.udiv(builder.sub(args[4], args[3]), i64(DEPTH))
+        own_x = address_of(context, builder, x_type, args[0], args[3])
+        for vector in range(0, COLUMNS // 16, 2):
+            own_weights = builder.add(place, i64(32 * vector))
+            own_sums = address_of(context, builder, sums_type, args[5], i64(16 * vector))
+            vectors.multiply(
+                builder,
+                num_rows,
+                vectors.Rows(own_x, builder.mul(depth, i64(2))),
+                vectors.Pairs(
+                    address_of(context, builder, weights_type, args[1], own_weights),
+                    pair_bytes=i64(pair_bytes),
+                    group_bytes=i64(pair_bytes * vectors.GROUP_PAIRS),
+                    vector_bytes=i64(64),
+                ),
+                num_groups,
+                2,
+                vectors.Rows(own_sums, i64(4 * COLUMNS)),
+            )
+        return context.get_dummy_value()
+
+    given = (x, weights, types.int64, types.int64, types.int64, sums)
+    return types.void(*given), generate
+
+
+_block_sums = _tile_sums if tiles.HAS_AMX else _vector_sums
+
+
 @kernel
 def few_rows(threads: Any, x: Any, weights: Any, bias: Any, chunk: Any, out: Any) -> None:
     """Write x W^T + b to `out`.
 
     Args:
         threads: how many to use.
-        x: bf16 [rows, in_features]: 16 or 32 rows, a multiple of 32 features.
+        x: bf16 [rows, in_features]: a multiple of `ROW_MULTIPLE` rows, of 32 features.
         weights: uint16, see the module.
         bias: fp32 [out_features].
         chunk: inputs that are summed by themselves, a multiple of 32.
-        out: bf16 [rows, out_features], a multiple of 32 features.
+        out: bf16 [rows, out_features].
     """
-    on_team(_few_rows, threads, out.shape[1] // COLUMNS, (x, weights, bias, chunk, out))
+    count = (out.shape[1] + COLUMNS - 1) // COLUMNS
+    on_team(few_rows_part, threads, count, (x, weights, bias, chunk, out))
 
 
 @helper(EXACT)
-def _few_rows(
+def few_rows_part(
     x: Any, weights: Any, bias: Any, chunk: Any, out: Any, first_block: Any, end_block: Any
 ) -> None:
-    """Do it for some times 32 columns."""
+    """Do it for some times `COLUMNS` columns."""
     rows, depth = x.shape
     sums = np.empty((MAX_ROWS, COLUMNS), np.float32)
     totals = np.empty((MAX_ROWS, COLUMNS), np.float32)
@@ -109,10 +159,7 @@ def _few_rows(
     for block in range(first_block, end_block):
         for first in range(0, depth, chunk):
             end = min(first + chunk, depth)
-            if rows == 16:
-                _sums_of_16(x, weights, block, first, end, sums)
-            else:
-                _sums_of_32(x, weights, block, first, end, sums)
+            _block_sums(x, weights, block, first, end, sums)
             for i in range(rows):
                 if first == 0:
                     for j in range(COLUMNS):
@@ -123,7 +170,7 @@ def _few_rows(
         own_bias = bias[block * COLUMNS : (block + 1) * COLUMNS]
         for i in range(rows):
             result = out[i, block * COLUMNS : (block + 1) * COLUMNS]
-            for j in range(COLUMNS):
+            for j in range(result.shape[0]):
                 number = totals[i, j] + own_bias[j]
                 # As the processor's own conversion has it, a subnormal number is zero.
                 number = ZERO * number if abs(number) < _LEAST else number

@@ -1,4 +1,4 @@
-"""Products of few rows with weights that oneDNN has laid out, where AMX gives oneDNN's own bits.
+"""Products of few rows with weights that oneDNN has laid out, where they have oneDNN's own bits.
 
 Whether it does is found out on the machine: which processor and library there are decides how
 weights lie and in what chunks a row is summed. Where anything is not as `workers.tile_kernels`
@@ -16,50 +16,61 @@ import torch
 
 from workers.kernel_calls import NUMBERS_AT_ONCE, as_array, num_threads
 
-MAX_ROWS = 32
-"""More rows take oneDNN no longer."""
-_DEPTH, _COLUMNS = 32, 32
+_DEPTH = 32
 _Numbers = npt.NDArray[np.uint16]
 
 
 @functools.cache
 def is_available() -> bool:
-    """Return whether this process may use AMX with bf16, and code for it can be made."""
-    import llvmlite.binding
+    """Return whether there is code for this processor, and this process may use it."""
+    from workers import kernel_tiles
 
-    features = llvmlite.binding.get_host_cpu_features()
-    can_compile = features.get("amx-tile", False) and features.get("amx-bf16", False)
+    if not kernel_tiles.HAS_AMX:
+        return kernel_tiles.HAS_VECTORS
     try:
-        return bool(can_compile and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+        return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
     except AttributeError:
         # Not every build of torch can ask the system for it.
         return False
 
 
 class FewRows:
-    """x W^T + b for 16 or 32 rows."""
+    """x W^T + b for few rows."""
 
     def __init__(
         self, packed: torch.Tensor, weights: _Numbers, bias: torch.Tensor | None, chunk: int
     ) -> None:
         """Take weights, their memory, and how many inputs are summed by themselves."""
+        from workers import tile_kernels
+
+        multiple = tile_kernels.ROW_MULTIPLE
+        self.row_counts = range(multiple, tile_kernels.MAX_ROWS + 1, multiple)
         self._packed = packed
         """Keeps the memory of the weights."""
         self._weights = weights
         self._chunk = chunk
-        self._out_features = packed.shape[0]
+        self._out_features, self.in_features = packed.shape
         no_bias = np.zeros(self._out_features, np.float32)
         self._bias = no_bias if bias is None else bias.detach().float().contiguous().numpy()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product for bf16 x [16 or 32, in_features]."""
+        """Return the product for bf16 x [rows, in_features]."""
         from workers import tile_kernels
 
         out = x.new_empty(x.shape[0], self._out_features)
-        x_array, out_array = as_array(x.contiguous()), as_array(out)
-        threads = num_threads(self._out_features * x.shape[1] // NUMBERS_AT_ONCE)
-        tile_kernels.few_rows(threads, x_array, self._weights, self._bias, self._chunk, out_array)
+        tile_kernels.few_rows(
+            self.num_threads(), as_array(x.contiguous()), *self.arguments, as_array(out)
+        )
         return out
+
+    @property
+    def arguments(self) -> tuple[_Numbers, npt.NDArray[np.float32], int]:
+        """What `tile_kernels.few_rows` takes of a layer: weights, bias and chunk."""
+        return self._weights, self._bias, self._chunk
+
+    def num_threads(self) -> int:
+        """Return how many threads the product of a row is worth."""
+        return num_threads(self._packed.numel() // NUMBERS_AT_ONCE)
 
 
 def memory_of(packed: torch.Tensor) -> _Numbers | None:
@@ -74,18 +85,22 @@ def memory_of(packed: torch.Tensor) -> _Numbers | None:
 
 
 def is_for_tiles(weight: torch.Tensor, memory: _Numbers) -> bool:
-    """Return whether weights lie as tiles take them, [outputs / 32, inputs / 32, 16, 32, 2].
+    """Return whether weights lie as the kernel takes them, see `workers.tile_kernels`.
 
     Args:
         weight: bf16 [out_features, in_features], not all alike.
         memory: what oneDNN has made of it.
     """
+    from workers.tile_kernels import COLUMNS
+
     out_features, in_features = weight.shape
-    if memory.size != weight.numel() or out_features % _COLUMNS or in_features % _DEPTH:
+    num_blocks = -(-out_features // COLUMNS)
+    if memory.size != num_blocks * COLUMNS * in_features or in_features % _DEPTH:
         return False
-    plain = as_array(weight.contiguous())
-    blocks = plain.reshape(out_features // _COLUMNS, _COLUMNS, in_features // _DEPTH, 16, 2)
-    return np.array_equal(memory, blocks.transpose(0, 2, 3, 1, 4).reshape(-1))
+    plain = np.zeros((num_blocks * COLUMNS, in_features), np.uint16)
+    plain[:out_features] = as_array(weight.contiguous())
+    blocks = plain.reshape(num_blocks, COLUMNS, in_features // 2, 2)
+    return np.array_equal(memory, blocks.transpose(0, 2, 1, 3).reshape(-1))
 
 
 def find_chunk(

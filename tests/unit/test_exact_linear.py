@@ -140,6 +140,9 @@ def test_all_layers_of_a_model_are_replaced() -> None:
 @pytest.mark.parametrize(
     ("rows", "least", "padded"),
     [
+        (1, 1, 1),
+        (33, 1, 33),
+        (65, 1, 128),
         (1, 16, 16),
         (16, 16, 16),
         (17, 16, 32),

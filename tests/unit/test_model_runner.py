@@ -370,6 +370,10 @@ def poisoned(tmp_path: Path) -> LoadedModel:
     return model
 
 
+CLEAN = msgspec.structs.replace(PARAMS, logit_bias={13: -1000.0})
+"""Never draws that token."""
+
+
 def clean(length: int, seed: int) -> list[int]:
     return [token if token != 13 else 14 for token in prompt(length, seed)]
 
@@ -378,10 +382,10 @@ def clean(length: int, seed: int) -> list[int]:
 def test_nan_fails_its_request_alone(poisoned: LoadedModel, place: int) -> None:
     """The others' bits are untouched, and no KV of the failed chunk is left for anyone."""
     own = driver(poisoned)
-    expected = Answer(own.finish(own.request(clean(50, 1), PARAMS), [50]))
+    expected = Answer(own.finish(own.request(clean(50, 1), CLEAN), [50]))
     bad = clean(50, 2)
     bad[place] = 13
-    requests = [own.request(clean(50, 1), PARAMS, "good"), own.request(bad, PARAMS, "bad")]
+    requests = [own.request(clean(50, 1), CLEAN, "good"), own.request(bad, CLEAN, "bad")]
     results = own.run([own.chunk(request, 0, 50) for request in requests])
     error = results[1].error
     assert error is not None
@@ -416,9 +420,9 @@ def test_nan_in_a_decode_fails_that_request_and_its_blocks_serve_the_next(
     with pytest.raises(NumericalError):
         own.step([(bad, 20, 21)])
     own.release(bad)
-    after = Answer(own.finish(own.request(clean(50, 1), PARAMS), [50]))
+    after = Answer(own.finish(own.request(clean(50, 1), CLEAN), [50]))
     fresh = driver(poisoned, seed=4)
-    assert after == Answer(fresh.finish(fresh.request(clean(50, 1), PARAMS), [50]))
+    assert after == Answer(fresh.finish(fresh.request(clean(50, 1), CLEAN), [50]))
 
 
 @pytest.mark.parametrize("is_poisonous", [False, True])
@@ -429,7 +433,7 @@ def test_positions_in_shared_blocks_are_computed_without_touching_them(
     """Their rows are those that were computed before, and a failure wipes only what is new."""
     own = driver(poisoned)
     tokens = clean(64, 1)
-    warm = own.request(tokens, msgspec.structs.replace(PARAMS, max_tokens=0), "warm")
+    warm = own.request(tokens, msgspec.structs.replace(CLEAN, max_tokens=0), "warm")
     own.step([(warm, 0, 64)])
     assert warm.prompt_logprobs is not None
     expected = warm.prompt_logprobs.array()
@@ -437,10 +441,10 @@ def test_positions_in_shared_blocks_are_computed_without_touching_them(
     before = own.runner.read_blocks(shared)
     if is_poisonous:
         tokens[31 + size - 1 : 31 + size] = [13]
-    request = own.request(tokens, PARAMS, "next")
+    request = own.request(tokens, CLEAN, "next")
     request.advance(31, expected[:31])
     own.tables["next"] = list(shared)
-    mate = own.request(clean(50, 2), PARAMS, "mate")
+    mate = own.request(clean(50, 2), CLEAN, "mate")
     chunk = msgspec.structs.replace(own.chunk(request, 31, 31 + size), first_new_position=32)
     chunks = [chunk, own.chunk(mate, 0, 20)]
     together = own.run(chunks) if size > 1 else [*own.run(chunks[:1]), *own.run(chunks[1:])]
@@ -456,7 +460,7 @@ def test_positions_in_shared_blocks_are_computed_without_touching_them(
     request.advance(31 + size, result.rows)
     own.finish(request, [20], start=31 + size)
     fresh = driver(poisoned, seed=4)
-    assert Answer(request) == Answer(fresh.finish(fresh.request(tokens, PARAMS), [64]))
+    assert Answer(request) == Answer(fresh.finish(fresh.request(tokens, CLEAN), [64]))
 
 
 @pytest.mark.parametrize("start", [0, 1, 16, 17, 200, LENGTH - 1, LENGTH])

@@ -327,12 +327,12 @@ def test_linear_layers_are_cut_by_outputs_or_by_inputs(tmp_path: Path) -> None:
         model = Qwen2ForCausalLM.from_pretrained(folder)
         split_model(model, model.config, Ranks(rank, 2))
         mine, theirs = model.model.layers[1], whole.model.layers[1]
-        rows, columns = slice(rank * 48, rank * 48 + 48), slice(rank * 80, rank * 80 + 80)
+        rows, columns = slice(rank * 96, rank * 96 + 96), slice(rank * 80, rank * 80 + 80)
         assert torch.equal(mine.self_attn.q_proj.weight, theirs.self_attn.q_proj.weight[rows])
         assert torch.equal(mine.self_attn.q_proj.bias, theirs.self_attn.q_proj.bias[rows])
         assert torch.equal(mine.mlp.up_proj.weight, theirs.mlp.up_proj.weight[columns])
         assert torch.equal(mine.mlp.down_proj.part.weight, theirs.mlp.down_proj.weight[:, columns])
-        assert mine.self_attn.k_proj.weight.shape == (16, 96)
+        assert mine.self_attn.k_proj.weight.shape == (32, 192)
 
 
 @pytest.mark.parametrize("size", [3, 4, 5])

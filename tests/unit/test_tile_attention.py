@@ -1,4 +1,4 @@
-"""Attention on AMX tiles: the bits of the library's products, or these instead."""
+"""Attention by kernels of ours: the bits of the library's products, or these instead."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_tiles_give_the_bits_of_the_products(
 def test_this_machine_uses_tiles_where_it_has_them() -> None:
     """Were they refused by a fault of ours, nothing else would show it but the clock."""
     if not tile_products.is_available():
-        pytest.skip("no AMX here")
+        pytest.skip("no such instructions here")
     assert agrees(64)
 
 

@@ -1,4 +1,4 @@
-"""Products of few rows on AMX: the library's own bits, or none at all."""
+"""Products of few rows by kernels of ours: the library's own bits, or none at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.exact_linear import ExactLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPES = [(960, 576), (576, 1536), (3072, 576), (96, 192), (32, 32), (4128, 96)]
+SHAPES = [(960, 576), (576, 1536), (3072, 576), (96, 192), (100, 64), (32, 32), (4128, 96)]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def linear(out_features: int, in_features: int, bias: bool = False) -> nn.Linear
 
 
 def uses_tiles(layer: ExactLinear) -> bool:
-    return all(part._few_rows is not None for part in layer._parts)
+    return all(part.few_rows is not None for part in layer._parts)
 
 
 def bits(x: torch.Tensor) -> bytes:
@@ -47,7 +47,7 @@ def test_few_rows_have_the_bits_of_many(shape: tuple[int, int], bias: bool) -> N
     x[5] *= 1e30
     x[9] *= 1e-30
     whole = layer(x)
-    for rows in (16, 32, 48, 80, 112):
+    for rows in (1, 3, 8, 16, 21, 32, 33, 48, 80, 112):
         assert bits(layer(x[:rows])) == bits(whole[:rows])
         assert bits(layer(x[100 : 100 + rows])) == bits(whole[100 : 100 + rows])
 
@@ -55,8 +55,9 @@ def test_few_rows_have_the_bits_of_many(shape: tuple[int, int], bias: bool) -> N
 def test_this_machine_uses_tiles_where_it_has_them() -> None:
     """Were they refused by a fault of ours, nothing else would show it but the clock."""
     if not tile_products.is_available():
-        pytest.skip("no AMX here")
-    assert uses_tiles(ExactLinear(linear(960, 576)))
+        pytest.skip("no such instructions here")
+    for shape in SHAPES:
+        assert uses_tiles(ExactLinear(linear(*shape)))
 
 
 def test_two_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +100,7 @@ def test_where_no_chunk_gives_the_bits_the_library_computes_all(
 
 def test_weights_that_lie_otherwise_are_not_read() -> None:
     if not tile_products.is_available():
-        pytest.skip("no AMX here")
+        pytest.skip("no such instructions here")
     weight = linear(96, 192).weight.detach()
     packed = exact_linear._laid_out(weight)
     assert packed is not None
@@ -107,11 +108,10 @@ def test_weights_that_lie_otherwise_are_not_read() -> None:
     assert memory is not None
     assert tile_products.is_for_tiles(weight, memory)
     assert not tile_products.is_for_tiles(weight.flip(0), memory)
-    for shape in ((100, 192), (96, 200)):
-        assert not uses_tiles(ExactLinear(linear(*shape)))
+    assert not uses_tiles(ExactLinear(linear(96, 200)))
 
 
-def test_without_amx_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_instructions_the_library_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_products, "is_available", lambda: False)
     layer = ExactLinear(linear(96, 192))
     assert not uses_tiles(layer)
