@@ -16,8 +16,8 @@ that sums over at most 256 numbers, for row counts that are multiples of 16. So:
 Tiles of equal shape, whosever they are, are computed together; how the batch falls into such
 groups changes no bit.
 
-On processors with AMX `workers.tile_attention` does the same without copies, in the order in which
-the library's products sum there. It is used where a probe gets the same bits.
+On processors with instructions for bfloat16 `workers.tile_attention` does the same without copies,
+in the order in which the library's products sum there. It is used where a probe gets the same bits.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def prepare(layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
 
 @functools.cache
 def tiles_agree(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether AMX tiles give this machine's bits of attention."""
+    """Return whether `workers.tile_attention` gives this machine's bits of attention."""
     if dtype != torch.bfloat16 or head_dim % HEAD_DIM_MULTIPLE or not tile_products.is_available():
         return False
     with torch.inference_mode(), compiled.alone():
@@ -160,7 +160,10 @@ class BlockedKernel:
     def __init__(
         self, spans: Sequence[Span], cache: KVCache, *, use_tiles: bool | None = None
     ) -> None:
-        """Take a batch's spans; AMX tiles are used if so said, and by default if they agree."""
+        """Take a batch's spans.
+
+        `workers.tile_attention` computes them if so said, and by default if it agrees.
+        """
         self._cache = cache
         self._use_tiles = use_tiles
         self._granule = math.gcd(cache.block_size, TILE)

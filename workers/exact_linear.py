@@ -224,12 +224,10 @@ class _Part:
             part = x[first : first + rows]
             missing = rows - part.shape[0]
             if missing:
-                part = self._product(functional.pad(part, (0, 0, 0, missing)))[:-missing]
-            elif self.few_rows is not None and rows in self.few_rows.row_counts:
-                part = self.few_rows(part)
-            else:
-                part = self._product(part)
-            parts.append(part)
+                part = functional.pad(part, (0, 0, 0, missing))
+            few = self.few_rows
+            product = few if few is not None and rows in few.row_counts else self._product
+            parts.append(product(part)[: rows - missing])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _with_few(self, good: list[int]) -> list[int]:
