@@ -205,13 +205,17 @@ class BlockedKernel:
         """Return the batch as the kernels of `workers.tile_attention` take it."""
         if window not in self._tile_batches:
             origins = np.array([_first_key(tile, window) for tile in self._tiles])
+            num_columns = np.array([_tile_end(tile) for tile in self._tiles]) - origins
+            num_tokens = np.array([tile.num_tokens for tile in self._tiles])
+            order = _evenly(num_tokens * num_columns)
+            tiles = [self._tiles[i] for i in order]
             self._tile_batches[window] = TileBatch(
-                rows=np.array([tile.first_row for tile in self._tiles]),
-                num_tokens=np.array([tile.num_tokens for tile in self._tiles]),
-                starts=np.array([tile.start for tile in self._tiles]),
-                tables=self._tables[[tile.span for tile in self._tiles]],
-                origins=origins,
-                num_columns=np.array([_tile_end(tile) for tile in self._tiles]) - origins,
+                rows=np.array([tile.first_row for tile in tiles]),
+                num_tokens=num_tokens[order],
+                starts=np.array([tile.start for tile in tiles]),
+                tables=self._tables[[tile.span for tile in tiles]],
+                origins=origins[order],
+                num_columns=num_columns[order],
             )
         return self._tile_batches[window]
 
@@ -391,6 +395,15 @@ def _query_rows(
     head = np.arange(kv_heads)[:, None] * per_kv_head + row % per_kv_head
     source: Int64Array = batch_rows[:, None, :] * heads + head
     return source, np.broadcast_to(real[:, None, :], source.shape)
+
+
+def _evenly(work: Int64Array) -> Int64Array:
+    """Return an order in which any run of a good length is about as much work as any other."""
+    by_work = np.argsort(work, kind="stable")
+    order: Int64Array = np.empty_like(by_work)
+    num_light = -(-len(work) // 2)
+    order[::2], order[1::2] = by_work[:num_light], by_work[num_light:][::-1]
+    return order
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from workers import attention_kernels, cpu_attention, tile_products
 from workers.cpu_attention import BlockedKernel
@@ -158,3 +160,13 @@ def test_a_key_that_is_spoilt_spoils_those_alone_that_see_it() -> None:
     # The key of position 5 and KV head 1, so of query heads 3 to 5.
     assert torch.isfinite(found[64 + 4]).all()
     assert not torch.isfinite(found[64 + 5 :, 3:6]).any()
+
+
+@given(st.lists(st.integers(1, 128 * 8192), min_size=1, max_size=40))
+def test_halves_of_a_batch_are_about_as_much_work(work: list[int]) -> None:
+    """Each thread gets tiles that follow each other."""
+    order = cpu_attention._evenly(np.array(work))
+    assert sorted(order) == list(range(len(work)))
+    half = len(work) // 2
+    first, second = (sum(work[i] for i in part) for part in (order[:half], order[half:]))
+    assert abs(first - second) <= 2 * max(work)
