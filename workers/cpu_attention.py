@@ -398,12 +398,14 @@ def _query_rows(
 
 
 def _evenly(work: Int64Array) -> Int64Array:
-    """Return an order in which any run of a good length is about as much work as any other."""
-    by_work = np.argsort(work, kind="stable")
-    order: Int64Array = np.empty_like(by_work)
-    num_light = -(-len(work) // 2)
-    order[::2], order[1::2] = by_work[:num_light], by_work[num_light:][::-1]
-    return order
+    """Return an order of which each half, and each half of these, is about as much work."""
+
+    def spread(by_work: Int64Array) -> Int64Array:
+        if len(by_work) < 2:
+            return by_work
+        return np.concatenate([spread(by_work[::2]), spread(by_work[1::2])])
+
+    return spread(np.argsort(-work, kind="stable"))
 
 
 def _round_up(value: int, multiple: int) -> int:
