@@ -327,7 +327,7 @@ def chunk_end(live: LiveRequest, token_budget: int, config: SchedulerConfig) -> 
     return min(end, request.row_position(start) + max_rows)
 
 
-_MAX_DECODE_AHEAD_S = 0.1
+_MAX_DECODE_AHEAD_S = 0.3
 """Decodes that may be under way on a worker, in seconds: a newcomer waits for them."""
 
 
