@@ -75,3 +75,5 @@ class Watchers:
                 work()
             except Exception:
                 logger.exception("a request that is over could not be looked at")
+            # A result may be hundreds of megabytes, and the next one hours away.
+            del work
