@@ -270,8 +270,8 @@ def test_nobody_is_asked_for_more_than_it_may_generate() -> None:
 def test_slow_tokens_come_one_by_one() -> None:
     """A newcomer would have to wait for them."""
     script = grouped()
-    assert script.computed(compute_s=4 * 0.03)[-1] == "w0 runs a[8:9] sample+2"
-    assert script.computed(compute_s=3 * 0.06)[-1] == "w0 runs a[11:12] sample"
+    assert script.computed(compute_s=4 * 0.09)[-1] == "w0 runs a[8:9] sample+2"
+    assert script.computed(compute_s=3 * 0.18)[-1] == "w0 runs a[11:12] sample"
 
 
 @pytest.mark.parametrize("who", ["waits", "computes its prompt"])
