@@ -174,10 +174,15 @@ class RemoteStore:
         """Wait for the search that is under way, or begin one."""
         if self._search is None:
             self._search = asyncio.ensure_future(self._find_one())
-        await asyncio.shield(self._search)
+        try:
+            await asyncio.shield(self._search)
+        except Exception:
+            self._search = None
+            raise
         self._search = None
 
     async def _find_one(self) -> None:
+        """Return once there is a store that will do."""
         ended_s: float | None = None
         while True:
             found = await self._answering()

@@ -132,7 +132,9 @@ class FewRowsLayer:
         for tensor in kept:
             tensor[:-1] = random(*tensor[:-1].shape)
         before = [tensor.clone() for tensor in kept]
-        batch = AttentionBatch(_probe_spans(num_rows), cache)
+        spans = _probe_spans(num_rows)
+        num_tokens = sum(span.num_tokens for span in spans)
+        batch = AttentionBatch(spans, cache)
         with use_batch(batch):
             expected = self._forward(x, position_embeddings=(cos, sin))
         if not isinstance(expected, torch.Tensor) or not self._takes(x, batch, cos, sin):
@@ -140,21 +142,19 @@ class FewRowsLayer:
         after = [tensor.clone() for tensor in kept]
         for tensor, old in zip(kept, before, strict=True):
             tensor.copy_(old)
-        num_tokens = sum(span.num_tokens for span in _probe_spans(num_rows))
         found = self.compute(x, batch, cos, sin)
         return torch.equal(found[:, :num_tokens], expected[:, :num_tokens]) and all(
             torch.equal(*pair) for pair in zip(kept, after, strict=True)
         )
 
 
-def fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> int:
-    """Have the layers of a model compute few rows in one call where they can; return how many do.
+def fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+    """Have the layers of a model compute few rows in one call where they can.
 
     Args:
         model: as `exact_linear.make_exact` has left it.
         layers: what each layer asks of the cache and of attention.
     """
-    num_fused = 0
     cache: KVCache | None = None
     module: Any
     for module in list(model.modules()):
@@ -170,8 +170,6 @@ def fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> int:
         with compiled.alone(), torch.inference_mode():
             if fused.agrees(cache):
                 module.forward = fused
-                num_fused += 1
-    return num_fused
 
 
 def _parts_of(layer: nn.Module) -> _Parts | None:

@@ -8,7 +8,6 @@ pairs, whatever is computed beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,25 +63,22 @@ def multiply(
     """
     done = cgutils.alloca_once_value(builder, i64(0))
 
-    def some(rows: int) -> Callable[[], None]:
-        def compute() -> None:
-            first = builder.load(done)
-            own_a, own_out = (
-                Rows(_moved(builder, x.pointer, first, x.stride_bytes), x.stride_bytes)
-                for x in (a, out)
-            )
-            _multiply(builder, rows, own_a, b, num_groups, vectors, own_out)
-            builder.store(builder.add(first, i64(rows)), done)
-
-        return compute
+    def some(rows: int) -> None:
+        first = builder.load(done)
+        own_a, own_out = (
+            Rows(_moved(builder, x.pointer, first, x.stride_bytes), x.stride_bytes)
+            for x in (a, out)
+        )
+        _multiply(builder, rows, own_a, b, num_groups, vectors, own_out)
+        builder.store(builder.add(first, i64(rows)), done)
 
     with cgutils.for_range(builder, builder.udiv(count, i64(_MAX_ROWS))):
-        some(_MAX_ROWS)()
+        some(_MAX_ROWS)
     rows = _MAX_ROWS // 2
     while rows:
         is_left = builder.icmp_signed("!=", builder.and_(count, i64(rows)), i64(0))
         with builder.if_then(is_left):
-            some(rows)()
+            some(rows)
         rows //= 2
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +70,25 @@ def wait_for(
         if time.monotonic() > deadline_s:
             pytest.fail(f"not within {DEADLINE_S:g} s: {what} {found()}")
         time.sleep(0.02)
+
+
+def in_time(call: Callable[[], T]) -> T:
+    """Return what a call that may wait for ever returns; fail where it does not in time."""
+    end: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            end.set_result(call())
+        except BaseException as error:
+            end.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return end.result(2 * DEADLINE_S)
+    except NotInTime:
+        if end.done():
+            raise
+        pytest.fail(f"not within {2 * DEADLINE_S:g} s; of Ray are free {ray.available_resources()}")
 
 
 def caught(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster import Client, client
-from tests.engine.conftest import ENGINE, engine_with_journal, wait_for
+from tests.engine.conftest import ENGINE, engine_with_journal, in_time, wait_for
 from tests.pages import ENDPOINT, MODEL, PAGES, ROOT, Block, python_examples
 
 SHARED = "/data"
@@ -85,7 +85,8 @@ def test_an_example_for_ray_data_runs(example: Block, engine: Client, folder: Pa
         "answer": [answer for _, answer in QUESTIONS],
     }
     parquet.write_table(pyarrow.table(columns), folder / "questions" / "0.parquet")
-    exec(example.compiled({SHARED: str(folder)}), {"__name__": "example"})
+    code = example.compiled({SHARED: str(folder)})
+    in_time(lambda: exec(code, {"__name__": "example"}))
     table = parquet.read_table(folder / "scored")
     assert table.num_rows == len(QUESTIONS)
     (logprobs,) = [name for name in table.column_names if name.endswith("logprob")]

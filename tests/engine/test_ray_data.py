@@ -9,7 +9,7 @@ import pytest
 
 from cluster import Client, EngineUnavailable, InvalidRequest
 from cluster.ray_data import Scorer
-from tests.engine.conftest import ENGINE
+from tests.engine.conftest import ENGINE, in_time
 
 PLACE = {"name": "shared", "namespace": ENGINE["namespace"]}
 
@@ -41,7 +41,7 @@ def test_a_dataset_gets_columns_of_scores(client: Client) -> None:
         concurrency=1,
         num_cpus=0.1,
     )
-    found = sorted(scored.take_all(), key=lambda row: row["key"])
+    found = sorted(in_time(scored.take_all), key=lambda row: row["key"])
     assert [row["key"] for row in found] == list(range(40))
     for row in found:
         if row["key"] == 7:

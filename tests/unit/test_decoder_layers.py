@@ -114,11 +114,11 @@ def test_a_layer_of_other_arithmetic_is_left_alone(
     """Such as one that scales what it adds: its parts are the same, and its numbers are not."""
     fuse = decoder_layers.fuse
 
-    def of_a_changed_model(model: Any, layers: Any) -> int:
+    def of_a_changed_model(model: Any, layers: Any) -> None:
         layer = model.model.layers[1]
         plain = layer.forward
         layer.forward = lambda x, **named: x + 0.5 * (plain(x, **named) - x)
-        return fuse(model, layers)
+        fuse(model, layers)
 
     monkeypatch.setattr(decoder_layers, "fuse", of_a_changed_model)
     model = load_model(str(tiny_models.tiny_llama(tmp_path)), dtype="bf16")

@@ -67,6 +67,12 @@ async def impatient(call: Callable[[], Coroutine[Any, Any, None]], timeout_s: fl
     raise AssertionError
 
 
+async def given_up(call: Coroutine[Any, Any, None]) -> None:
+    """Begin a call, and wait for it too briefly."""
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(call, 0.01)
+
+
 def run(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(story, DEADLINE_S))
 
@@ -136,8 +142,7 @@ def test_what_came_while_nobody_waited_is_taken_and_not_ended(actor: Actor) -> N
         store = opened(actor)
         await store.open()
         actor.hangs = True
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(store.restart(), 0.01)
+        await given_up(store.restart())
         while not actor.num_kills:
             await asyncio.sleep(0.01)
         await asyncio.sleep(2 * remote._STORE_RETRY_S)
@@ -153,10 +158,27 @@ def test_one_that_was_never_opened_in_time_is_not_taken_as_it_is(actor: Actor) -
     async def story() -> None:
         store = opened(actor)
         actor.hangs = True
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(store.open(), 0.01)
+        await given_up(store.open())
         actor.hangs = False
         await store.restart()
 
     run(story())
     assert (actor.incarnation, actor.num_kills) == ("1", 1)
+
+
+def test_what_ray_can_not_do_once_is_told_once(actor: Actor) -> None:
+    answers: list[Exception] = [RuntimeError("the head is away")]
+
+    def find() -> tuple[Any, bool]:
+        if answers:
+            raise answers.pop()
+        return actor, False
+
+    async def story() -> None:
+        store = RemoteStore(1, find)
+        with pytest.raises(RuntimeError, match="head is away"):
+            await store.open()
+        await store.restart()
+
+    run(story())
+    assert actor.incarnation == "1"
