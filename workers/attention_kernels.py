@@ -4,7 +4,8 @@ Per 16 rows of queries nothing but their scores is held, in fp32, and keys that 
 are not looked at. All numbers are what transformers' eager attention makes of bfloat16 on the CPU:
 scores rounded to bfloat16, torch's softmax of them in fp32, weights rounded to bfloat16, and sums
 over partitions of the values, each rounded, which are added up in fp32. Whether they are so on a
-machine, to the bit, is for the caller to find out.
+machine, to the bit, is for the caller to find out; on one without instructions for bfloat16 they
+are not, since the library's products sum in another order there.
 
 KV is read where it lies: [blocks, kv_heads, block_size, head_dim], bfloat16 as its bits in uint16.
 The rules of `workers.kernels` hold here too.
@@ -18,7 +19,7 @@ import numpy as np
 
 from workers import kernel_tiles as tiles
 from workers.compiled import helper, kernel
-from workers.kernel_arithmetic import EXACT, ZERO
+from workers.kernel_arithmetic import EXACT, ZERO, widen
 from workers.kernel_attention import (
     HEAD_TILES,
     add_rounded,
@@ -31,11 +32,20 @@ from workers.kernel_attention import (
 )
 from workers.kernel_team import on_team
 from workers.kernel_tiles import DEPTH, ROWS, TILE_NUMBERS
+from workers.kernel_vectors import NUMBER, WIDENS
 
 _LINE = 32
 """Numbers of a cache line."""
 _APART = 32
 """Numbers by which a row in memory is longer, so that rows do not compete for cache lines."""
+
+
+@helper(EXACT)
+def _kept(x: Any) -> Any:
+    return x
+
+
+_as_number = widen if WIDENS else _kept
 
 
 @kernel
@@ -103,12 +113,12 @@ def attend_part(
     most_rows = (num_tokens.max() * per_kv_head + ROWS - 1) // ROWS * ROWS
     most_columns = num_columns.max()
     key_groups, value_tiles = dim // DEPTH, dim // ROWS
-    queries = np.zeros((most_rows, dim), np.uint16)
+    queries = np.zeros((most_rows, dim), NUMBER)
     packed_keys = np.empty(most_columns * dim, np.uint16)
     # Where a head has no multiple of 64 numbers, the last tiles are read and not used.
     packed_values = np.zeros(most_columns * dim + HEAD_TILES * TILE_NUMBERS, np.uint16)
     scores = np.empty((ROWS, most_columns + _APART), np.float32)
-    weights = np.empty((ROWS, most_columns + _APART), np.uint16)
+    weights = np.empty((ROWS, most_columns + _APART), NUMBER)
     offsets, pair = np.empty(ROWS, np.int64), np.empty(2, np.int64)
     sums = np.empty((ROWS, 16 * HEAD_TILES), np.float32)
     totals = np.empty((ROWS, (dim + 63) // 64 * 64), np.float32)
@@ -122,7 +132,7 @@ def attend_part(
             for g in range(per_kv_head):
                 own = query[tile_rows[i] + token, kv_head * per_kv_head + g]
                 for d in range(dim):
-                    queries[token * per_kv_head + g, d] = own[d]
+                    queries[token * per_kv_head + g, d] = _as_number(own[d])
         block, place = divmod(origin, size)
         for first in range(0, known, DEPTH):
             for half in range(0, DEPTH, ROWS):
@@ -199,7 +209,7 @@ def softmax(scores: Any, scaling: Any, weights: Any) -> None:
     Args:
         scores: fp32 [rows, keys], a multiple of 32 keys, overwritten.
         scaling: fp32.
-        weights: bf16 [rows, keys].
+        weights: `kernel_vectors.NUMBER` [rows, keys].
     """
     rows, keys = scores.shape
     for row in range(rows):

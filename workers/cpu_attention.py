@@ -18,6 +18,7 @@ groups changes no bit.
 
 On processors with instructions for bfloat16 `workers.tile_attention` does the same without copies,
 in the order in which the library's products sum there. It is used where a probe gets the same bits.
+On those without, it sums in an order of its own, and is used for all that it can compute.
 """
 
 from __future__ import annotations
@@ -106,15 +107,25 @@ def prepare(layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
 
 @functools.cache
 def tiles_agree(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether `workers.tile_attention` gives this machine's bits of attention."""
+    """Return whether `workers.tile_attention` gives this machine's bits of attention.
+
+    Where it says what these are, it only is compiled.
+    """
     if dtype != torch.bfloat16 or head_dim % HEAD_DIM_MULTIPLE or not tile_products.is_available():
         return False
     with torch.inference_mode(), compiled.alone():
-        return all(softmax_agrees(scaling) and _agrees(head_dim, scaling) for scaling in (1.0, 0.3))
+        if tile_products.widens():
+            _probe(head_dim, 1.0, use_tiles=True)
+            return True
+        return all(
+            softmax_agrees(scaling)
+            and torch.equal(*(_probe(head_dim, scaling, use_tiles=x) for x in (True, False)))
+            for scaling in (1.0, 0.3)
+        )
 
 
-def _agrees(head_dim: int, scaling: float) -> bool:
-    """Compare a tile with all its tokens, others with some, and decodes.
+def _probe(head_dim: int, scaling: float, *, use_tiles: bool) -> torch.Tensor:
+    """Return attention of a tile with all its tokens, of others with some, and of decodes.
 
     Scores are nothing but rounding errors, made large: sums in another order are other scores.
     """
@@ -137,13 +148,9 @@ def _agrees(head_dim: int, scaling: float) -> bool:
     keys.copy_(cancelling(keys.numel() // head_dim, head_dim, 1, False).view(keys.shape))
     values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)))
     query = _ERRORS_FACTOR * cancelling(row * heads, head_dim, 3, True).to(torch.bfloat16)
-    found = [
-        BlockedKernel(spans, cache, use_tiles=use_tiles).attend(
-            0, query.view(row, heads, head_dim), scaling, None, None
-        )
-        for use_tiles in (True, False)
-    ]
-    return torch.equal(*found)
+    return BlockedKernel(spans, cache, use_tiles=use_tiles).attend(
+        0, query.view(row, heads, head_dim), scaling, None, None
+    )
 
 
 def split_scaling(scaling: float) -> tuple[float, float]:

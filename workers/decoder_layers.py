@@ -24,7 +24,7 @@ from workers.fused import FusedNorm, GatedMLP
 from workers.kernel_calls import as_array
 from workers.kv_cache import KVCache, LayerSpec, Span
 from workers.linear_groups import JointPart
-from workers.tile_products import FewRows
+from workers.tile_products import Product, few_rows
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -38,17 +38,12 @@ class _Parts:
     """What a layer is made of."""
 
     first_norm: FusedNorm
-    qkv: FewRows
-    joined: FewRows
+    qkv: Product
+    joined: Product
     """Of the attention's heads."""
     second_norm: FusedNorm
-    gate_up: FewRows
-    down: FewRows
-
-    @property
-    def row_counts(self) -> range:
-        """Batches that it can compute."""
-        return self.qkv.row_counts
+    gate_up: Product
+    down: Product
 
 
 class FewRowsLayer:
@@ -78,7 +73,7 @@ class FewRowsLayer:
             isinstance(batch.kernel, BlockedKernel)
             and x.dtype == cos.dtype == sin.dtype == torch.bfloat16
             and x.shape[0] == 1
-            and x.shape[1] in self._parts.row_counts
+            and x.shape[1] in few_rows()
             and cos.shape == sin.shape == (1, x.shape[1], self._spec.head_dim)
         )
 
@@ -114,10 +109,7 @@ class FewRowsLayer:
 
     def agrees(self, cache: KVCache) -> bool:
         """Return whether the layer itself gives the same bits, in its result and in the cache."""
-        return all(
-            self._agrees(cache, num_rows)
-            for num_rows in (self._parts.row_counts[0], self._parts.row_counts[-1])
-        )
+        return all(self._agrees(cache, num_rows) for num_rows in (few_rows()[0], few_rows()[-1]))
 
     def _agrees(self, cache: KVCache, num_rows: int) -> bool:
         generator = torch.Generator().manual_seed(num_rows)

@@ -7,6 +7,8 @@ other order of summation. On one thread the row counts fall into a few classes o
 one with the most members defines a layer's bits, so that batches small and large are few calls.
 On more threads the calls that give those bits are used. A batch is cut into such calls, and its
 last few rows are padded to one, or computed by `workers.tile_products` where that has those bits.
+A processor without instructions for bfloat16 has all rows of it computed there: the library's
+products would take several times as long.
 
 In half precision the weights are laid out once for the library's kernels, which a small batch
 gains most from. In fp32 a sum over more than 512 numbers is made in pieces of 512, added in order,
@@ -53,14 +55,23 @@ _Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in_features] -> x W^T + b"""
 
 
-def padded_rows(num_rows: int, min_rows: int) -> int:
-    """Return the row count that a batch of so many rows is padded to.
+@dataclass(frozen=True)
+class Padding:
+    """What row counts batches are padded to."""
 
-    At least `min_rows`, and a multiple of 16 where that is; above 64 a multiple of 64, so that few
-    calls make up the batch.
-    """
-    multiple = min(ROW_MULTIPLE, min_rows) if num_rows <= 64 else 64
-    return max(-(-num_rows // multiple) * multiple, min_rows)
+    least: int = ROW_MULTIPLE
+    """Rows of the smallest batch."""
+    step: int = 64
+    """Larger batches than 64 rows have a multiple of so many, so that few calls make them up."""
+
+    def rows(self, num_rows: int) -> int:
+        """Return the row count that so many rows are padded to, a multiple of 16 if `least` is."""
+        multiple = min(ROW_MULTIPLE, self.least) if num_rows <= 64 else self.step
+        return max(-(-num_rows // multiple) * multiple, self.least)
+
+    def join(self, other: Padding) -> Padding:
+        """Return what suits both."""
+        return Padding(max(self.least, other.least), max(self.step, other.step))
 
 
 def _in_pieces(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +182,7 @@ class _Calls:
 
     @functools.cached_property
     def chunk(self) -> int | None:
-        """The chunk with which `FewRows` has the defined bits; None where it has not."""
+        """The chunk with which `tile_products` has the defined bits; None where it has not."""
         x, weight, bias = self._probe()
         packed = _laid_out(weight)
         if packed is None:
@@ -192,19 +203,26 @@ class _Part:
         self.calls = _calls(*weight.shape, weight.dtype, bias is not None)
         packed = _laid_out(weight)
         self._product = _product(weight, packed, bias)
-        self.few_rows: tile_products.FewRows | None = None
+        self.few_rows: tile_products.Product | None = None
         """What computes few rows; None where the library does."""
         chunk = self.calls.chunk
         if packed is not None and chunk is not None:
             # How weights lie depends on their shape, for which it has been looked at.
             memory = tile_products.memory_of(packed)
             if memory is not None:
-                self.few_rows = tile_products.FewRows(packed, memory, bias, chunk)
+                self.few_rows = tile_products.Product(
+                    packed, memory, bias, weight.shape, chunk, tile_products.few_rows()
+                )
 
     @property
-    def min_rows(self) -> int:
-        """The row count of the smallest call."""
-        return self._with_few(self.calls.good(1))[0]
+    def signature(self) -> str:
+        """Equal where the bits of all results are."""
+        return self.calls.signature
+
+    @property
+    def padding(self) -> Padding:
+        """What suits the calls that make up a batch."""
+        return Padding(self._with_few(self.calls.good(1))[0])
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b for x [rows, in_features]."""
@@ -238,6 +256,26 @@ class _Part:
         return [*few, *(rows for rows in good if rows > few[-1])]
 
 
+class _WidenedPart:
+    """Some of a layer's output features, whatever the rows; see `tile_products.widened`."""
+
+    signature = "widened"
+    padding = Padding(1, 1)
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.few_rows = tile_products.widened(weight, bias)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b for x [rows, in_features]."""
+        return self.few_rows(x)
+
+
+def _part(weight: torch.Tensor, bias: torch.Tensor | None) -> _Part | _WidenedPart:
+    if weight.dtype == torch.bfloat16 and tile_products.widens():
+        return _WidenedPart(weight, bias)
+    return _Part(weight, bias)
+
+
 class ExactLinear(nn.Module):
     """Stands in for an `nn.Linear`, in inference; see the module's text."""
 
@@ -247,7 +285,7 @@ class ExactLinear(nn.Module):
         bias = None if linear.bias is None else linear.bias.detach()
         width = _MAX_OUT_FEATURES
         self._parts = [
-            _Part(
+            _part(
                 weight[first : first + width], None if bias is None else bias[first : first + width]
             )
             for first in range(0, weight.shape[0], width)
@@ -256,12 +294,12 @@ class ExactLinear(nn.Module):
     @property
     def signature(self) -> str:
         """What this layer's arithmetic gives on this machine, in short."""
-        return " ".join(part.calls.signature for part in self._parts)
+        return " ".join(part.signature for part in self._parts)
 
     @property
-    def min_rows(self) -> int:
-        """The row count of the smallest call: a smaller batch takes as long."""
-        return max(part.min_rows for part in self._parts)
+    def padding(self) -> Padding:
+        """What batches are best padded to: a smaller one takes as long."""
+        return functools.reduce(Padding.join, (part.padding for part in self._parts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b.
@@ -278,7 +316,7 @@ class ExactLinear(nn.Module):
         return [part.multiply(x) for part in self._parts]
 
     @property
-    def few_rows(self) -> tile_products.FewRows | None:
+    def few_rows(self) -> tile_products.Product | None:
         """What computes few rows; None where that is not one product by a kernel of ours."""
         return self._parts[0].few_rows if len(self._parts) == 1 else None
 
@@ -324,8 +362,8 @@ class Arithmetic:
 
     signature: str
     """Equal where the bits of all results are."""
-    min_rows: int
-    """Batches are best padded to so many rows."""
+    padding: Padding
+    """What batches are best padded to."""
 
 
 @torch.inference_mode()
@@ -335,13 +373,13 @@ def make_exact(model: nn.Module) -> Arithmetic:
     from workers import fused
 
     signatures = {fused.signature(p.dtype) for p in model.parameters()}
-    min_rows = 1
+    padding = Padding(1, 1)
 
     def exact(linear: nn.Linear) -> ExactLinear:
-        nonlocal min_rows
+        nonlocal padding
         found = ExactLinear(linear)
         signatures.add(found.signature)
-        min_rows = max(min_rows, found.min_rows)
+        padding = padding.join(found.padding)
         return found
 
     # Gated layers first: they take the layers that they are made of as they are by then.
@@ -361,7 +399,7 @@ def make_exact(model: nn.Module) -> Arithmetic:
                 setattr(module, name, norm)
     fused.fuse_rotary(model)
     digest = hashlib.sha256("".join(sorted(signatures)).encode()).hexdigest()
-    return Arithmetic(digest, min_rows)
+    return Arithmetic(digest, padding)
 
 
 def _is_activation(module: nn.Module) -> bool:

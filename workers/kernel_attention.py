@@ -1,7 +1,8 @@
 """The steps of attention over 16 rows of queries, as parts of kernels while their code is made.
 
-Products are on AMX tiles or by AVX-512, whichever the processor has; both are told of the same
-memory. What they make up is in `workers.attention_kernels`.
+Products are on AMX tiles or by vectors, whichever the processor has; both are told of the same
+memory. Queries and weights are in the type that `workers.kernel_vectors` takes of rows. What they
+make up is in `workers.attention_kernels`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ _POWERS = (
 """What torch's exponential multiplies the powers of a remainder by, the highest one first."""
 HEAD_TILES = 4
 """Tiles of 16 outputs whose sums are held at once."""
+
+
+def rounded_number(builder: Any, numbers: Any) -> Any:
+    """Return fp32 numbers rounded to bf16, in the type of queries and weights."""
+    if vectors.WIDENS:
+        return builder.bitcast(tiles.rounded_to_bf16(builder, numbers), FLOATS)
+    return tiles.narrowed(builder, numbers)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -69,7 +77,7 @@ def make_scores(
     """Write the products of some rows of queries and some keys to `out`.
 
     Args:
-        query: contiguous bf16 [rows, depth], 16 from `row` on.
+        query: contiguous `NUMBER` [rows, depth], 16 from `row` on.
         row: the first of the rows.
         count: how many are needed, at most 16.
         packed: keys as `pack_keys` writes them, [blocks, depth / 32, 16, 32].
@@ -80,7 +88,7 @@ def make_scores(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         query_type, _, _, packed_type, _, _, out_type = signature.args
-        stride = builder.mul(args[5], i64(2))
+        stride = builder.mul(args[5], i64(vectors.NUMBER_BYTES))
         out_stride = builder.mul(width_of(context, builder, out_type, args[6]), i64(4))
         row_at = builder.mul(args[1], args[5])
         groups = builder.udiv(args[5], i64(DEPTH))
@@ -117,7 +125,9 @@ def make_scores(
                 )
                 own_rows = vectors.Rows(query_at(i64(0)), stride)
                 own_out = vectors.Rows(out_at(block), out_stride)
-                vectors.multiply(builder, args[2], own_rows, keys, groups, 2, own_out)
+                vectors.multiply(
+                    builder, args[2], own_rows, keys, groups, 2, own_out, vectors.HALF_ROWS
+                )
         return context.get_dummy_value()
 
     given = (query, types.int64, types.int64, packed, types.int64, types.int64, out)
@@ -168,7 +178,7 @@ def make_weights(
         first: the first column that the row sees.
         after: the column after the last one that it sees.
         scaling: fp32.
-        weights: bf16 [rows, columns].
+        weights: `NUMBER` [rows, columns], rounded to bf16.
         blocks: how many times 32 columns of `weights` are written, at least up to `after`.
     """
 
@@ -212,7 +222,6 @@ def make_weights(
             tiles.store_vector(builder, x, pointer, 4)
         whole = _over_lanes(builder, builder.load(total), lambda b, x, y: b.fadd(x, y))
         factor = builder.fdiv(tiles.floats(1.0), whole)
-        words = ir.VectorType(ir.IntType(16), 16)
         with cgutils.for_range(builder, builder.mul(args[6], i64(2))) as loop:
             offset = builder.add(out_at, builder.mul(loop.index, i64(16)))
             pointer = address_of(context, builder, weights_type, args[5], offset)
@@ -220,10 +229,11 @@ def make_weights(
             with builder.if_else(is_any) as (then, otherwise):
                 with then:
                     x = tiles.load_vector(builder, place(loop.index), FLOATS, 4)
-                    narrowed = tiles.narrowed(builder, builder.fmul(x, factor))
-                    tiles.store_vector(builder, narrowed, pointer, 2)
+                    weight = rounded_number(builder, builder.fmul(x, factor))
+                    tiles.store_vector(builder, weight, pointer, vectors.NUMBER_BYTES)
                 with otherwise:
-                    tiles.store_vector(builder, ir.Constant(words, [0] * 16), pointer, 2)
+                    nothing = rounded_number(builder, tiles.floats(0.0))
+                    tiles.store_vector(builder, nothing, pointer, vectors.NUMBER_BYTES)
         return context.get_dummy_value()
 
     given = (scores, types.int64, types.int64, types.int64, types.float32, weights, types.int64)
@@ -245,7 +255,7 @@ def make_outputs(
     """Write the sums of values by weight of some rows to `sums`.
 
     Args:
-        weights: bf16 [16, columns].
+        weights: `NUMBER` [16, columns].
         count: how many of the rows are needed, at most 16.
         packed: values as `attend` packs them, [groups, per_group, 16, 32].
         first: the first 32 columns to sum; `after` are the ones after the last.
@@ -256,7 +266,8 @@ def make_outputs(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights_type, _, packed_type, _, _, _, _, sums_type = signature.args
-        stride = builder.mul(width_of(context, builder, weights_type, args[0]), i64(2))
+        width = width_of(context, builder, weights_type, args[0])
+        stride = builder.mul(width, i64(vectors.NUMBER_BYTES))
         sums_stride = i64(4 * 16 * HEAD_TILES)
 
         def weights_at(group: Any) -> Any:
@@ -293,7 +304,9 @@ def make_outputs(
                 )
                 own_rows = vectors.Rows(weights_at(args[3]), stride)
                 own_sums = vectors.Rows(sums_at(number), sums_stride)
-                vectors.multiply(builder, args[1], own_rows, values, num_groups, 2, own_sums)
+                vectors.multiply(
+                    builder, args[1], own_rows, values, num_groups, 2, own_sums, vectors.HALF_ROWS
+                )
         return context.get_dummy_value()
 
     counts = (types.int64,) * 4

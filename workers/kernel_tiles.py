@@ -1,6 +1,8 @@
 """AMX instructions and vectors of 16 numbers, as parts of kernels while their code is made.
 
-On a processor without AMX the kernels have `workers.kernel_vectors` instead, and no tiles.
+On a processor without AMX the kernels have `workers.kernel_vectors` instead, and no tiles. Which
+one code is made for is numba's to say: the machine's own, or what `NUMBA_CPU_NAME` and
+`NUMBA_CPU_FEATURES` name.
 
 A tile is 16 rows of 64 bytes. The product of two tiles of bfloat16 adds to 16 x 16 fp32 sums the
 products of 32 numbers, in one order (`TDPBF16PS` in Intel's Software Developer's Manual, volume 2):
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -22,10 +25,22 @@ from numba.extending import intrinsic
 
 from workers.kernel_arithmetic import address_of
 
-_FEATURES = llvmlite.binding.get_host_cpu_features()
-HAS_AMX = bool(_FEATURES.get("amx-tile") and _FEATURES.get("amx-bf16"))
-HAS_VECTORS = bool(_FEATURES.get("avx512bf16"))
-"""Whether there is `workers.kernel_vectors`."""
+
+def _find_features() -> set[str]:
+    """Return what the processor that code is made for can do, in LLVM's words."""
+    named = numba.config.CPU_FEATURES
+    if named is None and numba.config.CPU_NAME is None:
+        return {name for name, has in llvmlite.binding.get_host_cpu_features().items() if has}
+    return {name[1:] for name in (named or "").split(",") if name.startswith("+")}
+
+
+_FEATURES = _find_features()
+HAS_AMX = {"amx-tile", "amx-bf16"} <= _FEATURES
+HAS_PAIRS = "avx512bf16" in _FEATURES
+"""Whether there is an instruction for pairs of bfloat16."""
+HAS_FMA = "fma" in _FEATURES
+HAS_LONG_VECTORS = "avx512f" in _FEATURES
+"""Whether 16 numbers of fp32 are one register; else they are several."""
 ROWS = 16
 """Rows of a tile, and columns of one that holds sums."""
 DEPTH = 32

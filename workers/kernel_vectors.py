@@ -1,9 +1,11 @@
-"""Products of bfloat16 with AVX-512's own instruction for them, while a kernel's code is made.
+"""Products of bfloat16 by vectors of 16 sums in fp32, while a kernel's code is made.
 
-`VDPBF16PS` (Intel's Software Developer's Manual, volume 2; AMD has it since Zen 4) adds to 16 sums
-in fp32 two products each, one after the other. So one matrix lies with each pair of a column's
-numbers side by side, and of the other a pair is taken 16 times. Sums are made in the order of the
-pairs, whatever is computed beside them.
+One matrix lies with each pair of a column's numbers side by side. With AVX-512's own instruction
+for them (`VDPBF16PS` in Intel's Software Developer's Manual, volume 2; AMD has it since Zen 4) a
+pair of the other one is taken 16 times, and two products are added to each sum, one after the
+other. A processor without it widens pairs to fp32 and adds the products by fused multiply-adds;
+there the other matrix is in fp32 already. Sums are made in the order of the pairs, whatever is
+computed beside them.
 """
 
 from __future__ import annotations
@@ -11,19 +13,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from workers import kernel_tiles as tiles
 from workers.kernel_tiles import FLOATS, INTS, floats, i64, load_vector, spread, store_vector
 
+WIDENS = not tiles.HAS_AMX and not tiles.HAS_PAIRS
+"""Whether numbers of the one matrix are in fp32."""
+NUMBER: Any = np.float32 if WIDENS else np.uint16
+"""The type of its numbers in arrays."""
+NUMBER_BYTES = np.dtype(NUMBER).itemsize
+GROUP_PAIRS = 16
+"""Pairs of a group: a row of a tile."""
+MAX_ROWS = 6 if not tiles.HAS_LONG_VECTORS else 10 if WIDENS else 8
+"""Rows that are computed together at most: with their sums the registers are nearly full."""
+HALF_ROWS = min(MAX_ROWS, tiles.ROWS // 2)
+"""The same where there are 16 rows more often than not."""
+_AT_ONCE = 2 if tiles.HAS_LONG_VECTORS else 1
+"""Vectors of columns likewise."""
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _BYTES = _I8.as_pointer()
 _VECTOR_BYTES = 64
-_PAIR_BYTES = 4
-GROUP_PAIRS = 16
-"""Pairs of a group: a row of a tile."""
-_MAX_ROWS = 8
-"""Rows that are computed together at most."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +60,50 @@ class Pairs:
 
 
 def multiply(
-    builder: Any, count: Any, a: Rows, b: Pairs, num_groups: Any, vectors: int, out: Rows
+    builder: Any,
+    count: Any,
+    a: Rows,
+    b: Pairs,
+    num_groups: Any,
+    vectors: int,
+    out: Rows,
+    max_rows: int = MAX_ROWS,
 ) -> None:
     """Write the products of some rows of `a` and 16 * `vectors` columns of `b`.
 
     Args:
         builder: of the code.
         count: rows, known when the kernel runs.
-        a: bf16, 32 times `num_groups` numbers of each row.
+        a: of type `NUMBER`, 32 times `num_groups` numbers of each row.
         b: bf16.
         num_groups: how many times 16 pairs are summed.
         vectors: how many times 16 columns, known now.
         out: fp32.
+        max_rows: rows that are computed together, at most `MAX_ROWS`.
     """
+    for first in range(0, vectors, _AT_ONCE):
+        own_b = Pairs(
+            _moved(builder, b.pointer, i64(first), b.vector_bytes),
+            b.pair_bytes,
+            b.group_bytes,
+            b.vector_bytes,
+        )
+        to = _moved(builder, out.pointer, i64(first), i64(_VECTOR_BYTES))
+        own_out = Rows(to, out.stride_bytes)
+        some = min(_AT_ONCE, vectors - first)
+        _multiply_columns(builder, count, a, own_b, num_groups, some, own_out, max_rows)
+
+
+def _multiply_columns(
+    builder: Any,
+    count: Any,
+    a: Rows,
+    b: Pairs,
+    num_groups: Any,
+    vectors: int,
+    out: Rows,
+    max_rows: int,
+) -> None:
     done = cgutils.alloca_once_value(builder, i64(0))
 
     def some(rows: int) -> None:
@@ -72,11 +115,12 @@ def multiply(
         _multiply(builder, rows, own_a, b, num_groups, vectors, own_out)
         builder.store(builder.add(first, i64(rows)), done)
 
-    with cgutils.for_range(builder, builder.udiv(count, i64(_MAX_ROWS))):
-        some(_MAX_ROWS)
-    rows = _MAX_ROWS // 2
+    with cgutils.for_range(builder, builder.udiv(count, i64(max_rows))):
+        some(max_rows)
+    left = builder.urem(count, i64(max_rows))
+    rows = 2 ** ((max_rows - 1).bit_length() - 1)
     while rows:
-        is_left = builder.icmp_signed("!=", builder.and_(count, i64(rows)), i64(0))
+        is_left = builder.icmp_signed("!=", builder.and_(left, i64(rows)), i64(0))
         with builder.if_then(is_left):
             some(rows)
         rows //= 2
@@ -94,13 +138,9 @@ def _multiply(
     for row in sums:
         for place in row:
             builder.store(floats(0.0), place)
-    dot = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(FLOATS, [FLOATS, INTS, INTS]),
-        "llvm.x86.avx512bf16.dpbf16ps.512",
-    )
+    add_pair = _add_widened if WIDENS else _add_pair
     with cgutils.for_range(builder, num_groups) as group:
-        a_at = _moved(builder, a.pointer, group.index, i64(GROUP_PAIRS * _PAIR_BYTES))
+        a_at = _moved(builder, a.pointer, group.index, i64(2 * GROUP_PAIRS * NUMBER_BYTES))
         b_at = _moved(builder, b.pointer, group.index, b.group_bytes)
         with cgutils.for_range(builder, i64(GROUP_PAIRS)) as pair:
             own_b = _moved(builder, b_at, pair.index, b.pair_bytes)
@@ -108,15 +148,41 @@ def _multiply(
                 load_vector(builder, _moved(builder, own_b, i64(v), b.vector_bytes), INTS, 2)
                 for v in range(vectors)
             ]
-            own_a = _moved(builder, a_at, pair.index, i64(_PAIR_BYTES))
-            for i, row in enumerate(sums):
-                where = _moved(builder, own_a, i64(i), a.stride_bytes)
-                one = builder.load(builder.bitcast(where, _I32.as_pointer()), align=2)
-                same = spread(builder, one, INTS)
-                for place, column in zip(row, columns, strict=True):
-                    builder.store(builder.call(dot, [builder.load(place), same, column]), place)
+            own_a = _moved(builder, a_at, pair.index, i64(2 * NUMBER_BYTES))
+            places = [_moved(builder, own_a, i64(i), a.stride_bytes) for i in range(rows)]
+            add_pair(builder, places, columns, sums)
     for i, row in enumerate(sums):
         own_out = _moved(builder, out.pointer, i64(i), out.stride_bytes)
         for v, place in enumerate(row):
             where = _moved(builder, own_out, i64(v), i64(_VECTOR_BYTES))
             store_vector(builder, builder.load(place), where, 4)
+
+
+def _add_pair(builder: Any, places: list[Any], columns: list[Any], sums: list[list[Any]]) -> None:
+    dot = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(FLOATS, [FLOATS, INTS, INTS]),
+        "llvm.x86.avx512bf16.dpbf16ps.512",
+    )
+    for where, row in zip(places, sums, strict=True):
+        one = builder.load(builder.bitcast(where, _I32.as_pointer()), align=2)
+        same = spread(builder, one, INTS)
+        for place, column in zip(row, columns, strict=True):
+            builder.store(builder.call(dot, [builder.load(place), same, column]), place)
+
+
+def _add_widened(
+    builder: Any, places: list[Any], columns: list[Any], sums: list[list[Any]]
+) -> None:
+    firsts = [builder.shl(column, tiles.ints(16)) for column in columns]
+    seconds = [builder.and_(column, tiles.ints(0xFFFF0000)) for column in columns]
+    for which, numbers in enumerate((firsts, seconds)):
+        for where, row in zip(places, sums, strict=True):
+            own = _moved(builder, where, i64(which), i64(NUMBER_BYTES))
+            one = builder.load(builder.bitcast(own, ir.FloatType().as_pointer()), align=4)
+            same = spread(builder, one, FLOATS)
+            for place, column in zip(row, numbers, strict=True):
+                product = tiles.fused_multiply_add(
+                    builder, same, builder.bitcast(column, FLOATS), builder.load(place)
+                )
+                builder.store(product, place)

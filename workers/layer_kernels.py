@@ -21,7 +21,7 @@ from workers.compiled import helper, kernel
 from workers.kernel_arithmetic import EXACT, ONE, narrow, widen
 from workers.kernel_team import on_team
 from workers.kernels import gate_silu_part, rms_norm_part, rotate_part
-from workers.tile_kernels import COLUMNS, few_rows_part
+from workers.tile_kernels import COLUMNS, multiply_part
 
 _BYTES = 2
 """Of a number."""
@@ -40,7 +40,7 @@ def _product(threads: Any, x: Any, layer: Any) -> Any:
     weights, bias, chunk = layer
     out = np.empty((x.shape[0], bias.shape[0]), x.dtype)
     count = (out.shape[1] + COLUMNS - 1) // COLUMNS
-    on_team(few_rows_part, threads, count, (x, weights, bias, chunk, out))
+    on_team(multiply_part, threads, count, (x, weights, bias, chunk, out))
     return out
 
 
@@ -98,9 +98,9 @@ def decoder_layer(
 
     Args:
         threads: how many to use for the products; `attend_threads` for the attention.
-        x: [rows, width], as many rows as `tile_kernels.few_rows` takes.
+        x: [rows, width], as many rows as `tile_kernels.multiply` takes.
         first_norm: scale, eps and rounds_first of `kernels.rms_norm`; `second_norm` likewise.
-        qkv: weights, bias and chunk of `tile_kernels.few_rows`, for queries, keys and values side
+        qkv: weights, bias and chunk of `tile_kernels.multiply`, for queries, keys and values side
             by side; `joined`, `gate_up` and `down` likewise.
         turn: cos and sin of `kernels.rotate`.
         new: int64 [tokens] twice: slots of the cache for new keys, and rows that they are of.

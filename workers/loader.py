@@ -20,7 +20,7 @@ from torch import nn
 from scheduler.codec import int_array
 from scheduler.errors import InvalidConfig, UnsupportedModel
 from workers import attention
-from workers.exact_linear import ROW_MULTIPLE, Arithmetic, ExactLinear, make_exact
+from workers.exact_linear import Arithmetic, ExactLinear, Padding, make_exact
 from workers.kv_cache import LayerSpec
 from workers.logprobs import Logits
 from workers.model_store import (
@@ -72,8 +72,8 @@ class LoadedModel:
     """Equal where weights, dtype, KV shapes and the machine's arithmetic are; of the share here."""
     path: Path
     layers: tuple[LayerSpec, ...]
-    min_rows: int
-    """Rows that a batch is padded to at least."""
+    padding: Padding
+    """What batches are padded to."""
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks
@@ -81,8 +81,8 @@ class LoadedModel:
 
     def agreed(self) -> LoadedModel:
         """Return the model as its ranks, once they have joined, compute it: with equal batches."""
-        min_rows = self.ranks.from_first(int_array([self.min_rows]))
-        return dataclasses.replace(self, min_rows=int(min_rows[0]))
+        least, step = self.ranks.from_first(int_array([self.padding.least, self.padding.step]))
+        return dataclasses.replace(self, padding=Padding(int(least), int(step)))
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def load_model(
         fingerprint=_fingerprint(config, layers, weights, arithmetic.signature),
         path=folder,
         layers=layers,
-        min_rows=arithmetic.min_rows,
+        padding=arithmetic.padding,
         dtype=torch_dtype,
         device=torch_device,
         ranks=ranks,
@@ -282,7 +282,7 @@ def _arithmetic(model: nn.Module, config: Any, device: torch.device) -> Arithmet
     """Make rows exact on CPU; return what tells this device's arithmetic from another's."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return Arithmetic(f"{name} torch {torch.__version__}", ROW_MULTIPLE)
+        return Arithmetic(f"{name} torch {torch.__version__}", Padding())
     found = make_exact(model)
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
@@ -290,7 +290,7 @@ def _arithmetic(model: nn.Module, config: Any, device: torch.device) -> Arithmet
             raise _unsupported(
                 config, f"{name} is a {type(module).__name__}, whose rows depend on the batch"
             )
-    return Arithmetic(f"{found.signature} torch {torch.__version__}", found.min_rows)
+    return Arithmetic(f"{found.signature} torch {torch.__version__}", found.padding)
 
 
 class _Probe:

@@ -36,7 +36,6 @@ from scheduler.messages import (
 )
 from scheduler.sampling_params import ALL_LOGPROBS
 from workers.attention import AttentionBatch, use_batch
-from workers.exact_linear import padded_rows
 from workers.kv_cache import ByteArray, KVCache, Span
 from workers.loader import LoadedModel
 from workers.logprobs import (
@@ -296,7 +295,7 @@ class ModelRunner:
         """Run the model over all chunks and fill in what each brought."""
         device = self._model.device
         num_tokens = sum(work.span.num_tokens for work in works)
-        token_ids = np.zeros(padded_rows(num_tokens, self._model.min_rows), np.int64)
+        token_ids = np.zeros(self._model.padding.rows(num_tokens), np.int64)
         positions = np.zeros_like(token_ids)
         for work in works:
             rows = slice(work.span.first_row, work.span.first_row + work.span.num_tokens)
@@ -332,7 +331,7 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, rows: IntArray) -> Logits:
         """Return logits of some rows, and of a few more where those are what keeps bits exact."""
-        index = np.zeros(padded_rows(len(rows), self._model.min_rows), np.int64)
+        index = np.zeros(self._model.padding.rows(len(rows)), np.int64)
         index[: len(rows)] = rows
         picked = hidden.index_select(0, torch.from_numpy(index).to(hidden.device))
         return self._model.logits(picked)

@@ -1,14 +1,16 @@
-"""Products of few rows, compiled at run time by numba: on AMX tiles, or by AVX-512.
+"""Products with bf16 weights, compiled at run time by numba: on AMX tiles, or by vectors.
 
-oneDNN's kernels go through a row's numbers in groups of 32 (see `workers.kernel_tiles`) or in pairs
-(`workers.kernel_vectors`), and for long rows in some chunks, whose sums they add up. So the kernel
-here gives the bits that they give, if it is told the size of a chunk; and for a handful of rows it
-takes less time, since less is padded, or nothing, and the weights are read in one stream.
+On a processor with instructions for bfloat16 they are for few rows. oneDNN's kernels go through a
+row's numbers in groups of 32 (see `workers.kernel_tiles`) or in pairs (`workers.kernel_vectors`),
+and for long rows in some chunks, whose sums they add up. So the kernel here gives the bits that
+they give, if it is told the size of a chunk; and for a handful of rows it takes less time, since
+less is padded, or nothing, and the weights are read in one stream.
 
 Weights lie as oneDNN lays them out: [out_features / `COLUMNS`, in_features / 2, `COLUMNS`, 2], each
 pair of inputs side by side, and zeros for outputs that there are not. Whoever calls must know that
-they do, and that the process may use AMX where there is one. The rules of `workers.kernels` hold
-here too.
+they do, and that the process may use AMX where there is one. On a processor without such
+instructions the rows may be many; there are zeros also for inputs up to a multiple of 32, and a
+chunk is all of them. The rules of `workers.kernels` hold here too.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from numba.extending import intrinsic
 from workers import kernel_tiles as tiles
 from workers import kernel_vectors as vectors
 from workers.compiled import helper, kernel
-from workers.kernel_arithmetic import EXACT, ZERO, address_of, length_of, narrow, width_of
+from workers.kernel_arithmetic import EXACT, ZERO, address_of, length_of, narrow, widen, width_of
 from workers.kernel_team import on_team
 from workers.kernel_tiles import DEPTH, ROWS, i64
 
-COLUMNS = 32 if tiles.HAS_AMX else 64
+COLUMNS = 64 if tiles.HAS_PAIRS and not tiles.HAS_AMX else 32
 """Outputs that are computed together: on AMX in two tiles for each 16 rows."""
 MAX_ROWS = 32
-"""Rows of a call; for more the library takes no longer."""
+"""Rows of a call where the library takes no longer for more."""
 ROW_MULTIPLE = 16 if tiles.HAS_AMX else 1
 _LEAST = np.float32(2.0**-126)
+_KEPT_NUMBERS = 2**16
+"""Numbers in fp32, of rows that have been widened, which stay in a core's own cache."""
 
 
 def _sums(count: int) -> Any:
@@ -95,7 +99,7 @@ def _tile_sums(x: Any, weights: Any, block: Any, first: Any, end: Any, sums: Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _vector_sums(_: Any, x: Any, weights: Any, block: Any, first: Any, end: Any, sums: Any) -> Any:
-    """Write the products of all rows of x and 64 outputs, summed over some inputs, to `sums`."""
+    """Write the products of all rows of x and some outputs, summed over some inputs, to `sums`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x_type, weights_type, _, _, _, sums_type = signature.args
@@ -111,7 +115,7 @@ def _vector_sums(_: Any, x: Any, weights: Any, block: Any, first: Any, end: Any,
             vectors.multiply(
                 builder,
                 num_rows,
-                vectors.Rows(own_x, builder.mul(depth, i64(2))),
+                vectors.Rows(own_x, builder.mul(depth, i64(vectors.NUMBER_BYTES))),
                 vectors.Pairs(
                     address_of(context, builder, weights_type, args[1], own_weights),
                     pair_bytes=i64(pair_bytes),
@@ -132,26 +136,25 @@ _block_sums = _tile_sums if tiles.HAS_AMX else _vector_sums
 
 
 @kernel
-def few_rows(threads: Any, x: Any, weights: Any, bias: Any, chunk: Any, out: Any) -> None:
+def multiply(threads: Any, x: Any, weights: Any, bias: Any, chunk: Any, out: Any) -> None:
     """Write x W^T + b to `out`.
 
     Args:
         threads: how many to use.
-        x: bf16 [rows, in_features]: a multiple of `ROW_MULTIPLE` rows, of 32 features.
+        x: bf16 [rows, in_features]: a multiple of `ROW_MULTIPLE` rows; see the module.
         weights: uint16, see the module.
         bias: fp32 [out_features].
         chunk: inputs that are summed by themselves, a multiple of 32.
         out: bf16 [rows, out_features].
     """
     count = (out.shape[1] + COLUMNS - 1) // COLUMNS
-    on_team(few_rows_part, threads, count, (x, weights, bias, chunk, out))
+    on_team(multiply_part, threads, count, (x, weights, bias, chunk, out))
 
 
 @helper(EXACT)
-def few_rows_part(
+def _few_rows(
     x: Any, weights: Any, bias: Any, chunk: Any, out: Any, first_block: Any, end_block: Any
 ) -> None:
-    """Do it for some times `COLUMNS` columns."""
     rows, depth = x.shape
     sums = np.empty((MAX_ROWS, COLUMNS), np.float32)
     totals = np.empty((MAX_ROWS, COLUMNS), np.float32)
@@ -167,12 +170,41 @@ def few_rows_part(
                 else:
                     for j in range(COLUMNS):
                         totals[i, j] += sums[i, j]
-        own_bias = bias[block * COLUMNS : (block + 1) * COLUMNS]
-        for i in range(rows):
-            result = out[i, block * COLUMNS : (block + 1) * COLUMNS]
-            for j in range(result.shape[0]):
-                number = totals[i, j] + own_bias[j]
-                # As the processor's own conversion has it, a subnormal number is zero.
-                number = ZERO * number if abs(number) < _LEAST else number
-                result[j] = narrow(number, x[0, 0])
+        _write(totals, bias, block, x[0, 0], out)
     tiles.end()
+
+
+@helper(EXACT)
+def _write(totals: Any, bias: Any, block: Any, like: Any, out: Any) -> None:
+    """Write totals of some times `COLUMNS` outputs, and their bias, to rows of `out`."""
+    own_bias = bias[block * COLUMNS : (block + 1) * COLUMNS]
+    for i in range(out.shape[0]):
+        result = out[i, block * COLUMNS : (block + 1) * COLUMNS]
+        for j in range(result.shape[0]):
+            number = totals[i, j] + own_bias[j]
+            # As the processor's own conversion has it, a subnormal number is zero.
+            number = ZERO * number if abs(number) < _LEAST else number
+            result[j] = narrow(number, like)
+
+
+@helper(EXACT)
+def _many_rows(
+    x: Any, weights: Any, bias: Any, chunk: Any, out: Any, first_block: Any, end_block: Any
+) -> None:
+    num_rows, depth = x.shape
+    at_once = max(_KEPT_NUMBERS // chunk // vectors.MAX_ROWS, 1) * vectors.MAX_ROWS
+    for first in range(0, num_rows, at_once):
+        rows = x[first : first + at_once]
+        own_out = out[first : first + at_once]
+        wide = np.zeros((rows.shape[0], chunk), np.float32)
+        for i in range(rows.shape[0]):
+            for j in range(depth):
+                wide[i, j] = widen(rows[i, j])
+        sums = np.empty((rows.shape[0], COLUMNS), np.float32)
+        for block in range(first_block, end_block):
+            _vector_sums(wide, weights, block, 0, chunk, sums)
+            _write(sums, bias, block, x[0, 0], own_out)
+
+
+multiply_part = _many_rows if vectors.WIDENS else _few_rows
+"""Does what `multiply` does for some times `COLUMNS` columns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from scheduler.logprobs import Logprobs
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
+from tests.own_products import OwnProducts
 from tests.runner_driver import RunnerDriver
 from workers.exact_linear import make_exact
 from workers.loader import DEFAULT_MODEL, LoadedModel, load_model, load_tokenizer
@@ -72,7 +74,7 @@ def transformers_logprobs(dtype: str, length: int, exact_products: bool) -> np.n
     if exact_products:
         make_exact(other)
         ids = ids + [0] * (-length % 128)
-    with torch.no_grad():
+    with torch.no_grad(), OwnProducts() if exact_products else nullcontext():
         logits = other(torch.tensor([ids])).logits[0, :length]
     return torch.log_softmax(logits.float(), dim=-1).numpy()
 

@@ -41,7 +41,7 @@ def states(model: LoadedModel, spans: list[Span]) -> tuple[torch.Tensor, list[to
     for tensor in kept:
         tensor[:-1] = torch.randn(tensor[:-1].shape, generator=generator)
     num_tokens = sum(span.num_tokens for span in spans)
-    num_rows = num_tokens if model.min_rows == 1 else -(-num_tokens // 16) * 16
+    num_rows = num_tokens if model.padding.least == 1 else -(-num_tokens // 16) * 16
     ids, positions = torch.zeros(num_rows, dtype=torch.int64), np.zeros(num_rows, np.int64)
     for span in spans:
         own = slice(span.first_row, span.first_row + span.num_tokens)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from workers.exact_linear import AlignedActivation, ExactLinear, _cut, make_exact, padded_rows
+from workers.exact_linear import AlignedActivation, ExactLinear, Padding, _cut, make_exact
 
 ROWS = 640
 DTYPES = [torch.float32, torch.bfloat16]
@@ -138,22 +138,23 @@ def test_all_layers_of_a_model_are_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "least", "padded"),
+    ("rows", "least", "step", "padded"),
     [
-        (1, 1, 1),
-        (33, 1, 33),
-        (65, 1, 128),
-        (1, 16, 16),
-        (16, 16, 16),
-        (17, 16, 32),
-        (17, 48, 48),
-        (49, 48, 64),
-        (65, 16, 128),
-        (512, 64, 512),
-        (513, 64, 576),
+        (1, 1, 64, 1),
+        (33, 1, 64, 33),
+        (65, 1, 64, 128),
+        (65, 1, 1, 65),
+        (1, 16, 64, 16),
+        (16, 16, 64, 16),
+        (17, 16, 64, 32),
+        (17, 48, 64, 48),
+        (49, 48, 64, 64),
+        (65, 16, 64, 128),
+        (512, 64, 64, 512),
+        (513, 64, 64, 576),
     ],
 )
 def test_batches_are_padded_to_row_counts_that_are_tried(
-    rows: int, least: int, padded: int
+    rows: int, least: int, step: int, padded: int
 ) -> None:
-    assert padded_rows(rows, least) == padded
+    assert Padding(least, step).rows(rows) == padded

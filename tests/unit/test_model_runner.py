@@ -21,6 +21,7 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from tests import tiny_models
+from tests.own_products import OwnProducts
 from tests.runner_driver import RunnerDriver
 from workers import logprobs
 from workers.exact_linear import make_exact
@@ -217,7 +218,7 @@ def reference(model_of: Load, kind: str, dtype: str) -> torch.Tensor:
     # changes with the length of the prompt. The products are the same; the rest is its own.
     make_exact(other)
     tokens = torch.tensor([prompt() + [0] * (384 - LENGTH)])
-    with torch.no_grad():
+    with torch.no_grad(), OwnProducts():
         return torch.log_softmax(other(tokens).logits[0, :LENGTH].float(), dim=-1)
 
 
