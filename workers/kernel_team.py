@@ -4,6 +4,9 @@ Torch's operators run on a team of OpenMP threads, which wait awake for a moment
 A kernel that shares its work among the same team neither wakes threads of its own nor competes with
 those of torch. Where torch brings no OpenMP that can be asked, kernels run on the calling thread.
 
+Each thread takes some of the work, and more of it when it is done with that: one that the system
+has stopped for a while, for other processes of a busy machine, leaves the rest to the others.
+
 The code of a part is the same whoever runs it and however many there are, so bits do not depend on
 threads.
 """
@@ -21,31 +24,26 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_SYMBOLS = {
-    "haversack_parallel": "GOMP_parallel",
-    "haversack_thread": "omp_get_thread_num",
-    "haversack_threads": "omp_get_num_threads",
-}
+_SYMBOL, _FUNCTION = "haversack_parallel", "GOMP_parallel"
+_TURNS = 4
+"""How often each thread takes some of the work, if all are as fast."""
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _DATA = ir.IntType(8).as_pointer()
 _TASK = ir.FunctionType(ir.VoidType(), [_DATA])
 
 
-def _find_symbols() -> bool:
+def _find_team() -> bool:
     """Tell the compiler where torch's OpenMP is; return whether there is one."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        library = ctypes.CDLL(str(path))
-        for name, function in _SYMBOLS.items():
-            address = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
-            llvmlite.binding.add_symbol(name, address)
+        function = getattr(ctypes.CDLL(str(path)), _FUNCTION)
+        llvmlite.binding.add_symbol(_SYMBOL, ctypes.cast(function, ctypes.c_void_p).value)
         return True
-    for name in _SYMBOLS:
-        # Code that names them is loaded, and never calls them.
-        llvmlite.binding.add_symbol(name, 1)
+    # Code that names it is loaded, and never calls it.
+    llvmlite.binding.add_symbol(_SYMBOL, 1)
     return False
 
 
-HAS_TEAM = _find_symbols()
+HAS_TEAM = _find_team()
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -67,40 +65,43 @@ def on_team(_: Any, function: Any, threads: Any, count: Any, arguments: Any) -> 
         kind = types.void(arguments, types.int64, types.int64)
         compiled = context.compile_subroutine(builder, part, kind, caching=False)
         packed = context.get_value_type(arguments)
-        task_data = ir.LiteralStructType([packed, _I64, _I64])
+        task_data = ir.LiteralStructType([packed, _I64, _I64, _I64])
         name = builder.module.get_unique_name(f"{builder.function.name}.part")
         task = ir.Function(builder.module, _TASK, name)
         task.linkage = "internal"
         inside = ir.IRBuilder(task.append_basic_block())
         data = inside.bitcast(task.args[0], task_data.as_pointer())
-        values = [
-            inside.load(inside.gep(data, [ir.Constant(_I32, 0), ir.Constant(_I32, i)]))
-            for i in range(3)
-        ]
-        number = cgutils.alloca_once_value(inside, ir.Constant(_I64, 0))
-        size = cgutils.alloca_once_value(inside, ir.Constant(_I64, 1))
-        is_shared = inside.icmp_signed(">", values[2], ir.Constant(_I64, 1))
-        with inside.if_then(is_shared):
-            for place, name in ((number, "haversack_thread"), (size, "haversack_threads")):
-                ask = cgutils.get_or_insert_function(inside.module, ir.FunctionType(_I32, []), name)
-                inside.store(inside.zext(inside.call(ask, []), _I64), place)
-        own, all_of_them = inside.load(number), inside.load(size)
-        first = inside.udiv(inside.mul(values[1], own), all_of_them)
-        after = inside.add(own, ir.Constant(_I64, 1))
-        end = inside.udiv(inside.mul(values[1], after), all_of_them)
-        context.call_internal_no_propagate(inside, compiled.fndesc, kind, [values[0], first, end])
+        *places, taken = (
+            inside.gep(data, [ir.Constant(_I32, 0), ir.Constant(_I32, i)]) for i in range(4)
+        )
+        given, size, total = (inside.load(place) for place in places)
+        take, do, leave = (task.append_basic_block() for _ in range(3))
+        inside.branch(take)
+        inside.position_at_end(take)
+        first = inside.atomic_rmw("add", taken, size, "monotonic")
+        inside.cbranch(inside.icmp_signed("<", first, total), do, leave)
+        inside.position_at_end(do)
+        after = inside.add(first, size)
+        end = inside.select(inside.icmp_signed("<", after, total), after, total)
+        context.call_internal_no_propagate(inside, compiled.fndesc, kind, [given, first, end])
+        inside.branch(take)
+        inside.position_at_end(leave)
         inside.ret_void()
 
         memory = cgutils.alloca_once(builder, task_data)
-        for i, value in enumerate((args[3], args[2], args[1])):
+        one = ir.Constant(_I64, 1)
+        is_parallel = builder.icmp_signed(">", args[1], one)
+        turns = builder.mul(args[1], ir.Constant(_I64, _TURNS))
+        turns = builder.select(is_parallel, turns, one)
+        size = builder.udiv(builder.add(args[2], builder.sub(turns, one)), turns)
+        for i, value in enumerate((args[3], size, args[2], ir.Constant(_I64, 0))):
             place = builder.gep(memory, [ir.Constant(_I32, 0), ir.Constant(_I32, i)])
             builder.store(value, place)
         pointer = builder.bitcast(memory, _DATA)
-        is_parallel = builder.icmp_signed(">", args[1], ir.Constant(_I64, 1))
         with builder.if_else(is_parallel) as (then, otherwise):
             with then:
                 start = ir.FunctionType(ir.VoidType(), [_TASK.as_pointer(), _DATA, _I32, _I32])
-                run = cgutils.get_or_insert_function(builder.module, start, "haversack_parallel")
+                run = cgutils.get_or_insert_function(builder.module, start, _SYMBOL)
                 threads_32 = builder.trunc(args[1], _I32)
                 builder.call(run, [task, pointer, threads_32, ir.Constant(_I32, 0)])
             with otherwise:

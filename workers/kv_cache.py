@@ -3,7 +3,8 @@
 The module knows layers and shapes, and nothing of requests: block ids come from the scheduler.
 Rules:
 - All memory starts as zeros, and what a block held before it is given to the next request is only
-  ever that cache's own KV, so memory that was never written never leaves in `read_blocks`.
+  ever that cache's own KV, so memory that was never written never leaves in `read_blocks`. On CPU
+  the system gives it when a block is first written: an engine takes as much as it has used.
 - One block more than `num_blocks` is kept, is never written and stays zero. Attention points keys
   beyond a request's end at it, so nothing stale (least of all a NaN) reaches a sum.
 - A block's bytes are, layer after layer, its K then its V in the cache's dtype. On CPU these are
@@ -17,6 +18,8 @@ Rules:
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,10 +107,7 @@ class KVCache:
             )
             shape = (num_blocks + 1, *sizes, spec.head_dim)
             self._tensors.append(
-                (
-                    torch.zeros(shape, dtype=dtype, device=device),
-                    torch.zeros(shape, dtype=dtype, device=device),
-                )
+                (_zeros(shape, dtype, device), _zeros(shape, dtype, device)),
             )
 
     @staticmethod
@@ -259,3 +259,14 @@ def _scatter(cache: torch.Tensor, ids: npt.NDArray[np.int64], data: ByteArray) -
 def _bytes(blocks: torch.Tensor) -> ByteArray:
     """Return a view of a CPU tensor of blocks, uint8 [n, bytes of a block]."""
     return blocks.view(torch.uint8).flatten(1).numpy()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Steps read blocks all over the cache: with small pages each costs a search for its page.
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -21,7 +21,7 @@ from workers.compiled import helper, kernel
 from workers.kernel_arithmetic import EXACT, ONE, narrow, widen
 from workers.kernel_team import on_team
 from workers.kernels import gate_silu_part, rms_norm_part, rotate_part
-from workers.tile_kernels import COLUMNS, multiply_part
+from workers.tile_kernels import product
 
 _BYTES = 2
 """Of a number."""
@@ -39,8 +39,7 @@ def _normed(x: Any, norm: Any) -> Any:
 def _product(threads: Any, x: Any, layer: Any) -> Any:
     weights, bias, chunk = layer
     out = np.empty((x.shape[0], bias.shape[0]), x.dtype)
-    count = (out.shape[1] + COLUMNS - 1) // COLUMNS
-    on_team(multiply_part, threads, count, (x, weights, bias, chunk, out))
+    product(threads, x, weights, bias, chunk, out)
     return out
 
 

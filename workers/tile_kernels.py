@@ -37,6 +37,8 @@ ROW_MULTIPLE = 16 if tiles.HAS_AMX else 1
 _LEAST = np.float32(2.0**-126)
 _KEPT_NUMBERS = 2**16
 """Numbers in fp32, of rows that have been widened, which stay in a core's own cache."""
+_NUMBERS_FOR_TEAM = 2**16
+"""Fewer are widened by one thread sooner than they are shared out."""
 
 
 def _sums(count: int) -> Any:
@@ -147,8 +149,40 @@ def multiply(threads: Any, x: Any, weights: Any, bias: Any, chunk: Any, out: Any
         chunk: inputs that are summed by themselves, a multiple of 32.
         out: bf16 [rows, out_features].
     """
+    product(threads, x, weights, bias, chunk, out)
+
+
+@helper(EXACT)
+def product(threads: Any, x: Any, weights: Any, bias: Any, chunk: Any, out: Any) -> None:
+    """Do it as a part of another kernel."""
     count = (out.shape[1] + COLUMNS - 1) // COLUMNS
-    on_team(multiply_part, threads, count, (x, weights, bias, chunk, out))
+    rows = _as_numbers(threads, x, chunk)
+    on_team(_columns, threads, count, (rows, weights, bias, chunk, out))
+
+
+@helper(EXACT)
+def _widened(threads: Any, x: Any, width: Any) -> Any:
+    """Return x in fp32 with zeros up to a width."""
+    wide = np.empty((x.shape[0], width), np.float32)
+    on_team(_widen, threads if x.size > _NUMBERS_FOR_TEAM else 1, x.shape[0], (x, wide))
+    return wide
+
+
+@helper(EXACT)
+def _widen(x: Any, wide: Any, first: Any, end: Any) -> None:
+    for i in range(first, end):
+        row, result = x[i], wide[i]
+        for j in range(row.shape[0]):
+            result[j] = widen(row[j])
+        result[row.shape[0] :] = ZERO
+
+
+@helper(EXACT)
+def _kept(threads: Any, x: Any, width: Any) -> Any:
+    return x
+
+
+_as_numbers = _widened if vectors.WIDENS else _kept
 
 
 @helper(EXACT)
@@ -170,12 +204,12 @@ def _few_rows(
                 else:
                     for j in range(COLUMNS):
                         totals[i, j] += sums[i, j]
-        _write(totals, bias, block, x[0, 0], out)
+        _write(totals, bias, block, out)
     tiles.end()
 
 
 @helper(EXACT)
-def _write(totals: Any, bias: Any, block: Any, like: Any, out: Any) -> None:
+def _write(totals: Any, bias: Any, block: Any, out: Any) -> None:
     """Write totals of some times `COLUMNS` outputs, and their bias, to rows of `out`."""
     own_bias = bias[block * COLUMNS : (block + 1) * COLUMNS]
     for i in range(out.shape[0]):
@@ -184,27 +218,21 @@ def _write(totals: Any, bias: Any, block: Any, like: Any, out: Any) -> None:
             number = totals[i, j] + own_bias[j]
             # As the processor's own conversion has it, a subnormal number is zero.
             number = ZERO * number if abs(number) < _LEAST else number
-            result[j] = narrow(number, like)
+            result[j] = narrow(number, result[j])
 
 
 @helper(EXACT)
 def _many_rows(
     x: Any, weights: Any, bias: Any, chunk: Any, out: Any, first_block: Any, end_block: Any
 ) -> None:
-    num_rows, depth = x.shape
     at_once = max(_KEPT_NUMBERS // chunk // vectors.MAX_ROWS, 1) * vectors.MAX_ROWS
-    for first in range(0, num_rows, at_once):
+    sums = np.empty((min(at_once, x.shape[0]), COLUMNS), np.float32)
+    for first in range(0, x.shape[0], at_once):
         rows = x[first : first + at_once]
-        own_out = out[first : first + at_once]
-        wide = np.zeros((rows.shape[0], chunk), np.float32)
-        for i in range(rows.shape[0]):
-            for j in range(depth):
-                wide[i, j] = widen(rows[i, j])
-        sums = np.empty((rows.shape[0], COLUMNS), np.float32)
         for block in range(first_block, end_block):
-            _vector_sums(wide, weights, block, 0, chunk, sums)
-            _write(sums, bias, block, x[0, 0], own_out)
+            _vector_sums(rows, weights, block, 0, chunk, sums)
+            _write(sums, bias, block, out[first : first + at_once])
 
 
-multiply_part = _many_rows if vectors.WIDENS else _few_rows
-"""Does what `multiply` does for some times `COLUMNS` columns."""
+_columns = _many_rows if vectors.WIDENS else _few_rows
+"""Does what `product` does for some times `COLUMNS` columns, of numbers of the vectors' type."""

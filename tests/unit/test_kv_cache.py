@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -185,3 +186,14 @@ def test_whoever_reads_and_writes_blocks_gets_no_threads_of_torch() -> None:
         timeout=120,
     )
     assert ran.stdout.split() == ["0", "0", "1"], ran.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages there are")
+def test_blocks_that_were_never_written_take_no_memory() -> None:
+    """A gigabyte of blocks is a promise until requests need it."""
+    before = psutil.Process().memory_info().rss
+    kept = KVCache([LayerSpec(4, 64)], num_blocks=2**14, block_size=32, dtype=torch.bfloat16)
+    assert kept.num_blocks * kept.block_bytes == 2**29
+    kept.write_blocks([5], np.ones((1, kept.block_bytes), np.uint8))
+    assert kept.read_blocks([5, 6]).any(axis=1).tolist() == [True, False]
+    assert psutil.Process().memory_info().rss - before < 2**26
