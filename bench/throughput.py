@@ -28,7 +28,7 @@ from rich.console import Console
 from bench.machine import machine
 from bench.measuring import Arena, Measured
 from bench.peers.catalogue import PEERS
-from bench.throughput_report import draw, markdown, table
+from bench.throughput_report import draw, has_chart, markdown, table
 from bench.workloads import QUICK, Sizes, workloads
 from workers.model_store import DEFAULT_MODEL, resolve_model
 
@@ -90,7 +90,8 @@ def write(report: dict[str, Any], measured: list[Measured], folder: Path) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "throughput.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "throughput.md").write_text(markdown(report, measured))
-    draw(measured, folder / "throughput.png")
+    if has_chart(measured):
+        draw(measured, folder / "throughput.png")
 
 
 def _names(allowed: list[str], what: str) -> Any:

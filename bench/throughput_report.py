@@ -33,17 +33,18 @@ def markdown(report: dict[str, Any], measured: list[Measured]) -> str:
     sides = _sides(measured)
     headings = [*_HEADINGS, *sides, "to reach"]
     aligned = ["--:" if heading in sides else "---" for heading in headings]
+    turns = "one turn" if report["repeats"] == 1 else f"{report['repeats']} turns"
+    chart = ["![tokens per second](throughput.png)", ""] if has_chart(measured) else []
     lines = [
         "# Throughput beside other engines",
         "",
-        f"Medians of {report['repeats']} repeats in which the sides took turns, "
+        f"Medians of {turns} of each side, "
         f"{report['threads']} threads each; in brackets {OURS} over the other side. `make bench` "
         f"makes this page.",
         "",
         *(_line(cells) for cells in (headings, aligned, *_rows(measured, sides))),
         "",
-        "![tokens per second](throughput.png)",
-        "",
+        *chart,
         *(f"- `{m.workload.name}`: {m.workload.story}." for m in measured),
         "",
         "Tokens of a scored prompt count whether or not they had to be computed.",
@@ -63,6 +64,11 @@ def markdown(report: dict[str, Any], measured: list[Measured]) -> str:
         if name not in report["absent"]
     ]
     return "\n".join(lines) + "\n"
+
+
+def has_chart(measured: list[Measured]) -> bool:
+    """Return whether there is a workload that `draw` has a point for."""
+    return any(each.workload.point is not None for each in measured)
 
 
 def draw(measured: list[Measured], path: Path) -> None:

@@ -7,8 +7,10 @@ import itertools
 import pytest
 
 from bench.inputs import Inputs
+from bench.measuring import Measured
 from bench.peers.catalogue import PEERS
 from bench.peers.protocol import Job
+from bench.throughput_report import has_chart
 from bench.workloads import QUICK, RATE, RESULT, TTFT, Goal, Sizes, paced, workloads
 
 VOCAB = 5000
@@ -85,3 +87,9 @@ def test_every_goal_is_about_a_side_that_takes_part() -> None:
     for workload in workloads(Sizes(), VOCAB).values():
         assert set(workload.peers) <= set(PEERS)
         assert {goal.side for goal in workload.goals} <= {*workload.peers, RESULT}
+
+
+def test_there_is_a_chart_where_there_are_points_for_it() -> None:
+    found = {name: Measured(workload) for name, workload in workloads(QUICK, VOCAB).items()}
+    assert not has_chart([found["unique"], found["full"]])
+    assert has_chart([found["unique"], found["batch-2"]])
