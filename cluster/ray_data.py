@@ -1,12 +1,17 @@
 """Scores from Ray Data: a class for `Dataset.map_batches` that uses the running engine.
 
     dataset.map_batches(
-        Scorer, fn_constructor_kwargs={"text": "document"}, batch_size=256, concurrency=2
+        Scorer,
+        fn_constructor_kwargs={"text": "document"},
+        batch_size=256,
+        concurrency=2,
+        num_cpus=0,
     )
 
 Each of Ray Data's actors is a client of the engine of that name, which has to be running on the
-same Ray cluster; the actors hold no model. Rows are what they are in `cluster.batch_rows`, and
-their columns stay as they are. A bad row has its error in the `error` column and harms no other.
+same Ray cluster; the actors hold no model, and leave their CPUs to the tasks that read and write.
+Rows are what they are in `cluster.batch_rows`, and their columns stay as they are. A bad row has
+its error in the `error` column and harms no other.
 """
 
 from __future__ import annotations

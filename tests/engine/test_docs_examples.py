@@ -43,8 +43,9 @@ WITH_DATA = [example for page in PAGES for example in told_apart(page)[1]]
 def engine(
     local_cluster: None, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:
-    place = {"name": "engine", "namespace": "haversack"}
-    with engine_with_journal(tiny_model, factory=tmp_path_factory, **ENGINE | place) as client:
+    # Other modules' engines may be there, and Ray Data's tasks need a CPU that nobody has reserved.
+    own = {"name": "engine", "namespace": "haversack", "cpus_per_worker": 0.1}
+    with engine_with_journal(tiny_model, factory=tmp_path_factory, **ENGINE | own) as client:
         yield client
 
 
