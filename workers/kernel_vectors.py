@@ -10,7 +10,7 @@ computed beside them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,39 +81,25 @@ def multiply(
         out: fp32.
         max_rows: rows that are computed together, at most `MAX_ROWS`.
     """
-    for first in range(0, vectors, _AT_ONCE):
-        own_b = Pairs(
-            _moved(builder, b.pointer, i64(first), b.vector_bytes),
-            b.pair_bytes,
-            b.group_bytes,
-            b.vector_bytes,
-        )
-        to = _moved(builder, out.pointer, i64(first), i64(_VECTOR_BYTES))
-        own_out = Rows(to, out.stride_bytes)
-        some = min(_AT_ONCE, vectors - first)
-        _multiply_columns(builder, count, a, own_b, num_groups, some, own_out, max_rows)
-
-
-def _multiply_columns(
-    builder: Any,
-    count: Any,
-    a: Rows,
-    b: Pairs,
-    num_groups: Any,
-    vectors: int,
-    out: Rows,
-    max_rows: int,
-) -> None:
     done = cgutils.alloca_once_value(builder, i64(0))
 
     def some(rows: int) -> None:
-        first = builder.load(done)
-        own_a, own_out = (
-            Rows(_moved(builder, x.pointer, first, x.stride_bytes), x.stride_bytes)
-            for x in (a, out)
-        )
-        _multiply(builder, rows, own_a, b, num_groups, vectors, own_out)
-        builder.store(builder.add(first, i64(rows)), done)
+        first_row = builder.load(done)
+        own_a = _moved(builder, a.pointer, first_row, a.stride_bytes)
+        own_out = _moved(builder, out.pointer, first_row, out.stride_bytes)
+        for vector in range(0, vectors, _AT_ONCE):
+            own_b = _moved(builder, b.pointer, i64(vector), b.vector_bytes)
+            to = _moved(builder, own_out, i64(vector), i64(_VECTOR_BYTES))
+            _multiply(
+                builder,
+                rows,
+                replace(a, pointer=own_a),
+                replace(b, pointer=own_b),
+                num_groups,
+                min(_AT_ONCE, vectors - vector),
+                replace(out, pointer=to),
+            )
+        builder.store(builder.add(first_row, i64(rows)), done)
 
     with cgutils.for_range(builder, builder.udiv(count, i64(max_rows))):
         some(max_rows)
