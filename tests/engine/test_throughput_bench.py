@@ -25,6 +25,7 @@ ALONE = [
     "rescore",
     "choices",
     f"generate-{QUICK.requests}",
+    f"length-{QUICK.lengths[0]}",
     "mixed",
 ]
 
