@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import ray
+from ray.util.placement_group import placement_group_table
 
 from cluster import Client, RequestOutput, SamplingParams
 from cluster.fleet import find_parts, part_name
@@ -122,6 +123,16 @@ class Console:
         }
         found = {part: ray.get(answer, timeout=PATIENCE_S) for part, answer in asked.items()}
         return {part: {"host": host, "pid": pid} for part, (host, pid) in found.items()}
+
+    def ranks(self) -> dict[str, Any]:
+        """Return the addresses of the hosts of each rank of each worker that has several."""
+        address_of = _addresses()
+        nodes = [
+            group["bundles_to_node_id"]
+            for group in placement_group_table().values()
+            if group["state"] == "CREATED"
+        ]
+        return {"addresses": [[address_of[own[rank]] for rank in sorted(own)] for own in nodes]}
 
     def nodes(self) -> dict[str, Any]:
         """Return the nodes that Ray takes for alive: address -> id."""

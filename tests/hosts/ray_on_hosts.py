@@ -59,13 +59,14 @@ def start_head(head: Host, env: Mapping[str, str] | None = None) -> None:
             _clear(head)
 
 
-def join(head: Host, hosts: Sequence[Host]) -> None:
-    """Make hosts with one CPU each part of the cluster, all at once."""
+def join(head: Host, hosts: Sequence[Host], num_cpus: int = 1) -> None:
+    """Make hosts with so many CPUs each part of the cluster, all at once."""
     command = [f"--address={ray_address(head)}"]
     left = list(hosts)
     for is_last in (False, False, True):
         starting = [
-            (host, host.start([*_ray_start(host, 1), *command], ENVIRONMENT)) for host in left
+            (host, host.start([*_ray_start(host, num_cpus), *command], ENVIRONMENT))
+            for host in left
         ]
         left = []
         for host, process in starting:
