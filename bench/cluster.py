@@ -42,7 +42,7 @@ import ray
 from rich.console import Console
 
 from bench.inputs import Inputs
-from bench.machine import machine
+from bench.machine import library_dtype, machine
 from bench.peers.process import PeerProcess, command_of
 from bench.peers.protocol import Job
 from bench.processes import engine_pids, memory_shares
@@ -209,7 +209,7 @@ class Floor:
     """Two processes that each do a model's matrix products on one thread, and nothing else."""
 
     def __init__(self, model: str) -> None:
-        settings = {"model": str(resolve_model(model)), "threads": 1}
+        settings = {"model": str(resolve_model(model)), "threads": 1, "dtype": library_dtype()}
         command = command_of(Path(sys.executable), "bench.peers.linear_peer")
         self._peers = [
             PeerProcess(

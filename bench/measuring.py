@@ -107,6 +107,7 @@ class Arena:
         sizes: Sizes,
         threads: int,
         workers: int,
+        peer_dtype: str,
         show: Show,
     ) -> None:
         """Start the engine.
@@ -118,10 +119,11 @@ class Arena:
             sizes: of the workloads; here, of what warms a side up.
             threads: of each side.
             workers: of the engine, which share its threads.
+            peer_dtype: of the peers' weights.
             show: told how it goes.
         """
         self._model, self._peer_names = model, peers
-        self._threads, self._workers = threads, workers
+        self._threads, self._workers, self._peer_dtype = threads, workers, peer_dtype
         self._repeats, self._sizes, self._show = repeats, sizes, show
         self.abouts: dict[str, dict[str, Any]] = {}
         """Side -> what it said of itself."""
@@ -246,6 +248,7 @@ class Arena:
             self.engine,
             self._model,
             self._threads,
+            self._peer_dtype,
             is_serving=workload.is_served,
             max_logprobs=self._sizes.long_k,
             show=self._show,

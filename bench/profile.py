@@ -11,8 +11,9 @@ Time is taken between the step's public seams: around the model's modules, by wh
 the attention that the model calls through transformers' interface; around functions of the modules
 for rows and for sampling that the runner uses. Each moment counts for the innermost of them. What
 has none of these seams is `rest`. The floor runs the same products on the same number of rows with
-`torch.nn.functional.linear`. The most expensive operators of one step, by torch's profiler, follow
-in the JSON line, which is the last one.
+`torch.nn.functional.linear`, for bf16 in fp32 where the processor has no instructions for it. The
+most expensive operators of one step, by torch's profiler, follow in the JSON line, which is the
+last one.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from bench.inputs import Inputs
+from bench.machine import library_dtype
 from bench.peers.linear_peer import PlainLayers
 from cluster.launch import worker_variables
 from scheduler.request import Request
@@ -301,7 +303,8 @@ def run(
     driver, inputs, watch = RunnerDriver(runner), Inputs(loaded.vocab_size), Stopwatch()
     batches: list[Batch] = [Prefill(driver, inputs, count, k) for count in prefills]
     batches += [Decode(driver, inputs, count, context) for count in decodes]
-    layers = PlainLayers(str(loaded.path), loaded.dtype)
+    is_half = loaded.dtype == torch.bfloat16
+    layers = PlainLayers(str(loaded.path), library_dtype() if is_half else loaded.dtype)
     found = []
     for batch in batches:
         with watched(runner, loaded.model, watch):

@@ -153,6 +153,7 @@ class PeerSide:
         engine: Engine,
         model: str,
         threads: int,
+        dtype: str,
         *,
         is_serving: bool,
         max_logprobs: int,
@@ -165,6 +166,7 @@ class PeerSide:
             engine: whose limits it gets.
             model: see `workers.model_store`.
             threads: to compute with.
+            dtype: of its weights.
             is_serving: whether it is to take prompts one by one.
             max_logprobs: the largest k that it will be asked for.
             show: told what takes long.
@@ -185,6 +187,7 @@ class PeerSide:
             {
                 "model": str(resolve_model(model)),
                 "threads": threads,
+                "dtype": dtype,
                 "serving": is_serving,
                 "max_model_len": engine.max_model_len,
                 "max_logprobs": max_logprobs,

@@ -2,12 +2,14 @@
 
     python -m bench.throughput [--model NAME] [--peers vllm,transformers,linear]
                                [--workloads unique,...] [--repeats 3] [--workers 2] [--quick]
-                               [--results DIR]
+                               [--peer-dtype float32] [--results DIR]
 
 Workload by workload, the engine and the peers take turns, and medians are compared; see
 `bench.workloads` for what is run and what is to be reached, `bench.peers` for how peers run. Every
-side has the same number of threads, bf16 weights and 1 GiB for KV. The engine's workers share both;
-by default each has one thread, which keeps cores busier than threads that wait for each other do.
+side has the same number of threads and 1 GiB for KV. The engine's workers share both; by default
+each has one thread, which keeps cores busier than threads that wait for each other do. Weights are
+bf16, but those of peers fp32 on a processor without instructions for bf16, where they are several
+times slower in it.
 
 Each workload is told as a JSON line, and all of it in the last one. A whole run also writes
 `throughput.json`, `throughput.md` and the chart `throughput.png` to `bench/results/`; one of some
@@ -25,7 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.machine import machine
+from bench.machine import library_dtype, machine
 from bench.measuring import Arena, Measured
 from bench.peers.catalogue import PEERS
 from bench.throughput_report import draw, has_chart, markdown, table
@@ -45,6 +47,7 @@ def run(
     sizes: Sizes,
     threads: int,
     workers: int,
+    peer_dtype: str,
     console: Console,
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Run workloads and return the report, and what it was made of.
@@ -57,10 +60,11 @@ def run(
         sizes: of the workloads.
         threads: of each side.
         workers: of the engine, which share its threads.
+        peer_dtype: of the peers' weights.
         console: where progress goes.
     """
     resolve_model(model, console.print)
-    arena = Arena(model, peers, repeats, sizes, threads, workers, console.print)
+    arena = Arena(model, peers, repeats, sizes, threads, workers, peer_dtype, console.print)
     try:
         about = arena.engine.about
         every = workloads(sizes, arena.engine.vocab_size)
@@ -119,6 +123,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of each side")
     parser.add_argument("--workers", type=int, help="of the engine; by default as many as threads")
+    parser.add_argument(
+        "--peer-dtype",
+        choices=["bfloat16", "float32"],
+        default=library_dtype(),
+        help="what peers compute in; by default what is fast on this processor",
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--results", type=Path, help="the folder to write to")
     arguments = parser.parse_args()
@@ -144,6 +154,7 @@ def main() -> None:
         arguments.sizes,
         arguments.threads,
         arguments.workers or arguments.threads,
+        arguments.peer_dtype,
         console,
     )
     console.print(table(measured))

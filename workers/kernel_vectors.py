@@ -27,7 +27,7 @@ NUMBER: Any = np.float32 if WIDENS else np.uint16
 NUMBER_BYTES = np.dtype(NUMBER).itemsize
 GROUP_PAIRS = 16
 """Pairs of a group: a row of a tile."""
-MAX_ROWS = 6 if not tiles.HAS_LONG_VECTORS else 10 if WIDENS else 8
+MAX_ROWS = 6 if not tiles.HAS_LONG_VECTORS else 12 if WIDENS else 8
 """Rows that are computed together at most: with their sums the registers are nearly full."""
 HALF_ROWS = min(MAX_ROWS, tiles.ROWS // 2)
 """The same where there are 16 rows more often than not."""

@@ -35,6 +35,7 @@ MAX_ROWS = 32
 """Rows of a call where the library takes no longer for more."""
 ROW_MULTIPLE = 16 if tiles.HAS_AMX else 1
 _LEAST = np.float32(2.0**-126)
+_LEAST_BITS = 1 << 23
 _KEPT_NUMBERS = 2**16
 """Numbers in fp32, of rows that have been widened, which stay in a core's own cache."""
 _NUMBERS_FOR_TEAM = 2**16
@@ -211,14 +212,46 @@ def _few_rows(
 @helper(EXACT)
 def _write(totals: Any, bias: Any, block: Any, out: Any) -> None:
     """Write totals of some times `COLUMNS` outputs, and their bias, to rows of `out`."""
-    own_bias = bias[block * COLUMNS : (block + 1) * COLUMNS]
-    for i in range(out.shape[0]):
-        result = out[i, block * COLUMNS : (block + 1) * COLUMNS]
-        for j in range(result.shape[0]):
-            number = totals[i, j] + own_bias[j]
+    rows, width = out.shape
+    start = block * COLUMNS
+    if start + COLUMNS <= width:
+        for i in range(rows):
+            for j in range(0, COLUMNS, 16):
+                _write_vector(totals, i * COLUMNS + j, bias, start + j, out, i * width + start + j)
+        return
+    for i in range(rows):
+        for j in range(width - start):
+            number = totals[i, j] + bias[start + j]
             # As the processor's own conversion has it, a subnormal number is zero.
             number = ZERO * number if abs(number) < _LEAST else number
-            result[j] = narrow(number, result[j])
+            out[i, start + j] = narrow(number, out[i, start + j])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _write_vector(
+    _: Any, totals: Any, total: Any, bias: Any, column: Any, out: Any, place: Any
+) -> Any:
+    """Do it for 16 totals, given where each array's first number of them is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+
+        def vector(array: int) -> Any:
+            pointer = address_of(context, builder, kinds[array], args[array], args[array + 1])
+            return tiles.load_vector(builder, pointer, tiles.FLOATS, 4)
+
+        number = builder.fadd(vector(0), vector(2))
+        bits = builder.bitcast(number, tiles.INTS)
+        size = builder.and_(bits, tiles.ints(0x7FFFFFFF))
+        is_tiny = builder.icmp_unsigned("<", size, tiles.ints(_LEAST_BITS))
+        kept = builder.select(is_tiny, builder.and_(bits, tiles.ints(0x80000000)), bits)
+        narrowed = tiles.narrowed(builder, builder.bitcast(kept, tiles.FLOATS))
+        pointer = address_of(context, builder, kinds[4], args[4], args[5])
+        tiles.store_vector(builder, narrowed, pointer, 2)
+        return context.get_dummy_value()
+
+    given = (totals, types.int64, bias, types.int64, out, types.int64)
+    return types.void(*given), generate
 
 
 @helper(EXACT)

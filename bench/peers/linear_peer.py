@@ -20,7 +20,7 @@ from bench.peers.protocol import Job, Outcome, run_peer
 class PlainLayers:
     """The weights of a model's `nn.Linear` modules, in the order of the model."""
 
-    def __init__(self, folder: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, folder: str, dtype: torch.dtype | str) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.head: list[nn.Linear] = [model.get_output_embeddings()]
         self.body = [
@@ -49,8 +49,8 @@ class LinearPeer:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
-        self._layers = PlainLayers(settings["model"])
-        self.about: dict[str, Any] = {"version": torch.__version__}
+        self._layers = PlainLayers(settings["model"], settings["dtype"])
+        self.about: dict[str, Any] = {"version": torch.__version__, "dtype": settings["dtype"]}
 
     def score(self, job: Job) -> Outcome:
         """Time the products; there are no rows."""

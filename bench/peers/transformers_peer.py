@@ -30,11 +30,12 @@ class TransformersPeer:
         # Typed as anything: so are the calls of what transformers leaves untyped.
         loaded: Any = AutoModelForCausalLM
         self._model: Any = loaded.from_pretrained(
-            settings["model"], dtype=torch.bfloat16, attn_implementation="sdpa"
+            settings["model"], dtype=settings["dtype"], attn_implementation="sdpa"
         )
         self._model.eval()
         self.about: dict[str, Any] = {
             "version": transformers.__version__,
+            "dtype": settings["dtype"],
             "batch_size": _BATCH_SIZE,
         }
 

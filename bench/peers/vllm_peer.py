@@ -25,7 +25,7 @@ from bench.peers.protocol import Job, Outcome, run_peer, serve_on_time
 def _arguments(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": settings["model"],
-        "dtype": "bfloat16",
+        "dtype": settings["dtype"],
         "max_model_len": settings["max_model_len"],
         "max_logprobs": settings["max_logprobs"],
     }
@@ -55,6 +55,7 @@ class OfflinePeer:
         scheduling = self._llm.llm_engine.vllm_config.scheduler_config
         self.about: dict[str, Any] = {
             "version": vllm.__version__,
+            "dtype": settings["dtype"],
             "max_num_batched_tokens": scheduling.max_num_batched_tokens,
         }
 
@@ -95,6 +96,7 @@ class ServingPeer:
         self._num_requests = 0
         self.about: dict[str, Any] = {
             "version": vllm.__version__,
+            "dtype": settings["dtype"],
             "max_num_batched_tokens": scheduling.max_num_batched_tokens,
         }
 

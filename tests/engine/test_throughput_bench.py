@@ -40,7 +40,7 @@ def small_engine(local_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(model: str, peers: list[str], chosen: list[str]) -> tuple[dict[str, Any], list[Measured]]:
     console = Console(file=io.StringIO())
-    return throughput.run(model, peers, chosen, 1, QUICK, 1, 1, console)
+    return throughput.run(model, peers, chosen, 1, QUICK, 1, 1, "bfloat16", console)
 
 
 def test_it_measures_the_engine_and_writes_what_it_found(

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bench import machine
 from bench.peers.catalogue import PEERS, PeerSpec, PeerUnavailable
 from bench.peers.process import PeerProcess, command_of
 from bench.peers.protocol import Job
@@ -208,3 +209,14 @@ def _is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_peers_compute_in_what_the_processor_is_fast_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "_CPU_INFO", info)
+    for flags, dtype in (("avx512f avx512_bf16", "bfloat16"), ("fma avx512f", "float32")):
+        info.write_text(f"processor : 0\nmodel name : One\nflags : {flags}\n")
+        assert machine.library_dtype() == dtype
+        assert bool(machine.machine()["bf16"]) == (dtype == "bfloat16")
