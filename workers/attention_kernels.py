@@ -134,41 +134,47 @@ def attend_part(
                 for d in range(dim):
                     queries[token * per_kv_head + g, d] = _as_number(own[d])
         block, place = divmod(origin, size)
+        at = (table[block] * kv_heads + kv_head) * size * dim
+        ahead = (table[block + 1] * kv_heads + kv_head) * size * dim
         for first in range(0, known, DEPTH):
             for half in range(0, DEPTH, ROWS):
                 for j in range(ROWS):
-                    offsets[j] = ((table[block] * kv_heads + kv_head) * size + place) * dim
-                    ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
+                    offsets[j] = at + place * dim
                     for d in range(0, dim, _LINE):
-                        tiles.prefetch(keys, ahead + d)
+                        tiles.prefetch(keys, ahead + place * dim + d)
                     if first + half + j + 1 < known:
                         place += 1
                         if place == size:
                             block, place = block + 1, 0
+                            at = ahead
+                            ahead = (table[block + 1] * kv_heads + kv_head) * size * dim
                 for d in range(0, dim, DEPTH):
-                    at = ((first + half) // ROWS * key_groups + d // DEPTH) * TILE_NUMBERS
-                    pack_keys(keys, offsets, d, packed_keys, at)
+                    to = ((first + half) // ROWS * key_groups + d // DEPTH) * TILE_NUMBERS
+                    pack_keys(keys, offsets, d, packed_keys, to)
         block, place = divmod(origin, size)
+        at = (table[block] * kv_heads + kv_head) * size * dim
+        ahead = (table[block + 1] * kv_heads + kv_head) * size * dim
         for first in range(0, (known + DEPTH - 1) // DEPTH * DEPTH, 2):
             # Where there is no second value, the first one stands for it, without a weight.
-            pair[0] = pair[1] = ((table[block] * kv_heads + kv_head) * size + place) * dim
+            pair[0] = pair[1] = at + place * dim
             for which in range(2):
                 if first + which < known:
-                    pair[which] = ((table[block] * kv_heads + kv_head) * size + place) * dim
-                    ahead = ((table[block + 1] * kv_heads + kv_head) * size + place) * dim
+                    pair[which] = at + place * dim
                     for d in range(0, dim, _LINE):
-                        tiles.prefetch(values, ahead + d)
-                    place += 1
-                    if place == size:
-                        block, place = block + 1, 0
+                        tiles.prefetch(values, ahead + place * dim + d)
+                    if first + which + 1 < known:
+                        place += 1
+                        if place == size:
+                            block, place = block + 1, 0
+                            at = ahead
+                            ahead = (table[block + 1] * kv_heads + kv_head) * size * dim
+            to = first // DEPTH * value_tiles * TILE_NUMBERS + first % DEPTH * ROWS
             if first < known:
-                at = first // DEPTH * value_tiles * TILE_NUMBERS + first % DEPTH * ROWS
-                pack_values(values, pair[0], pair[1], dim, packed_values, at)
+                pack_values(values, pair[0], pair[1], dim, packed_values, to)
             else:
                 for tile in range(value_tiles):
-                    at = (first // DEPTH * value_tiles + tile) * TILE_NUMBERS
-                    at += first % DEPTH * ROWS
-                    packed_values[at : at + DEPTH] = np.uint16(0)
+                    begin = to + tile * TILE_NUMBERS
+                    packed_values[begin : begin + DEPTH] = np.uint16(0)
         for row in range(0, rows, ROWS):
             last_token = min((row + ROWS - 1) // per_kv_head, tokens - 1)
             columns = starts[i] + last_token + 1 - origin

@@ -116,7 +116,8 @@ def make_scores(
                 tiles.store(builder, 0, out_at(block.index), out_stride)
         else:
             tile_bytes = i64(2 * TILE_NUMBERS)
-            with cgutils.for_range_slice(builder, i64(0), args[4], i64(2), inc=True) as (block, _):
+
+            def some(block: Any, number: int) -> None:
                 keys = vectors.Pairs(
                     packed_at(builder.mul(block, groups)),
                     pair_bytes=i64(2 * DEPTH),
@@ -126,8 +127,14 @@ def make_scores(
                 own_rows = vectors.Rows(query_at(i64(0)), stride)
                 own_out = vectors.Rows(out_at(block), out_stride)
                 vectors.multiply(
-                    builder, args[2], own_rows, keys, groups, 2, own_out, vectors.HALF_ROWS
+                    builder, args[2], own_rows, keys, groups, number, own_out, vectors.HALF_ROWS
                 )
+
+            whole = builder.and_(args[4], i64(-4))
+            with cgutils.for_range_slice(builder, i64(0), whole, i64(4), inc=True) as (block, _):
+                some(block, 4)
+            with builder.if_then(builder.icmp_signed("<", whole, args[4])):
+                some(whole, 2)
         return context.get_dummy_value()
 
     given = (query, types.int64, types.int64, packed, types.int64, types.int64, out)
@@ -295,18 +302,24 @@ def make_outputs(
         else:
             tile_bytes = i64(2 * TILE_NUMBERS)
             num_groups = builder.sub(args[4], args[3])
-            for number in range(0, HEAD_TILES, 2):
-                values = vectors.Pairs(
-                    packed_at(args[3], number),
-                    pair_bytes=i64(2 * DEPTH),
-                    group_bytes=builder.mul(args[5], tile_bytes),
-                    vector_bytes=tile_bytes,
-                )
-                own_rows = vectors.Rows(weights_at(args[3]), stride)
-                own_sums = vectors.Rows(sums_at(number), sums_stride)
-                vectors.multiply(
-                    builder, args[1], own_rows, values, num_groups, 2, own_sums, vectors.HALF_ROWS
-                )
+            values = vectors.Pairs(
+                packed_at(args[3], 0),
+                pair_bytes=i64(2 * DEPTH),
+                group_bytes=builder.mul(args[5], tile_bytes),
+                vector_bytes=tile_bytes,
+            )
+            own_rows = vectors.Rows(weights_at(args[3]), stride)
+            own_sums = vectors.Rows(sums_at(0), sums_stride)
+            vectors.multiply(
+                builder,
+                args[1],
+                own_rows,
+                values,
+                num_groups,
+                HEAD_TILES,
+                own_sums,
+                vectors.HALF_ROWS,
+            )
         return context.get_dummy_value()
 
     counts = (types.int64,) * 4

@@ -31,8 +31,8 @@ MAX_ROWS = 6 if not tiles.HAS_LONG_VECTORS else 12 if WIDENS else 8
 """Rows that are computed together at most: with their sums the registers are nearly full."""
 HALF_ROWS = min(MAX_ROWS, tiles.ROWS // 2)
 """The same where there are 16 rows more often than not."""
-_AT_ONCE = 2 if tiles.HAS_LONG_VECTORS else 1
-"""Vectors of columns likewise."""
+_SUMS = 16
+"""Vectors of sums that keep the processor busy: one sum's additions wait for each other."""
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _BYTES = _I8.as_pointer()
 _VECTOR_BYTES = 64
@@ -87,7 +87,8 @@ def multiply(
         first_row = builder.load(done)
         own_a = _moved(builder, a.pointer, first_row, a.stride_bytes)
         own_out = _moved(builder, out.pointer, first_row, out.stride_bytes)
-        for vector in range(0, vectors, _AT_ONCE):
+        at_once = max(_SUMS // rows // 2, 1) * 2 if tiles.HAS_LONG_VECTORS else 1
+        for vector in range(0, vectors, at_once):
             own_b = _moved(builder, b.pointer, i64(vector), b.vector_bytes)
             to = _moved(builder, own_out, i64(vector), i64(_VECTOR_BYTES))
             _multiply(
@@ -96,7 +97,7 @@ def multiply(
                 replace(a, pointer=own_a),
                 replace(b, pointer=own_b),
                 num_groups,
-                min(_AT_ONCE, vectors - vector),
+                min(at_once, vectors - vector),
                 replace(out, pointer=to),
             )
         builder.store(builder.add(first_row, i64(rows)), done)
@@ -104,12 +105,15 @@ def multiply(
     with cgutils.for_range(builder, builder.udiv(count, i64(max_rows))):
         some(max_rows)
     left = builder.urem(count, i64(max_rows))
-    rows = 2 ** ((max_rows - 1).bit_length() - 1)
-    while rows:
-        is_left = builder.icmp_signed("!=", builder.and_(left, i64(rows)), i64(0))
-        with builder.if_then(is_left):
-            some(rows)
-        rows //= 2
+    after = builder.append_basic_block()
+    ways = builder.switch(left, after)
+    for rows in range(1, max_rows):
+        way = builder.append_basic_block()
+        ways.add_case(i64(rows), way)
+        builder.position_at_end(way)
+        some(rows)
+        builder.branch(after)
+    builder.position_at_end(after)
 
 
 def _moved(builder: Any, pointer: Any, count: Any, step_bytes: Any) -> Any:
