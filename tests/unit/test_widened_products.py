@@ -87,3 +87,17 @@ def test_no_processor_is_without_products_of_its_kind() -> None:
     if not host.get("fma"):
         pytest.skip("no fused multiply-adds here")
     assert tile_products.is_available() or not kernel_vectors.WIDENS
+
+
+def test_a_result_that_is_no_normal_number_is_zero() -> None:
+    """As where the processor itself rounds to bfloat16; in whole vectors and in what is left."""
+    if not tile_products.widens():
+        pytest.skip("products are in one order of the library's here")
+    linear = nn.Linear(1, 69, bias=False).bfloat16()
+    sizes = torch.tensor([-26, -27, -40])[torch.arange(69) % 3]
+    signs = 1 - 2 * (torch.arange(69) % 2)
+    with torch.inference_mode():
+        linear.weight[:, 0] = signs * 2.0**sizes
+        found = ExactLinear(linear)(torch.tensor([[2.0**-100]]).bfloat16())[0]
+    expected = torch.where(sizes == -26, 2.0**-126, 0.0).copysign(signs).bfloat16()
+    assert torch.equal(found.view(torch.uint16), expected.view(torch.uint16))
