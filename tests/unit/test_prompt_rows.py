@@ -38,17 +38,21 @@ def test_parts_hold_each_row_once_and_keep_to_the_limit(sizes: list[int], max_by
     assert all(part.num_bytes <= max_bytes or part.num_rows == 1 for part in parts)
 
 
-@given(st.data())
-def test_rows_come_together_whatever_comes_again(data: st.DataObject) -> None:
-    whole = rows(data.draw(st.integers(0, 12), "rows"))
-    held, known = PromptRows(whole.num_rows), 0
-    while known < whole.num_rows or held.whole is None:
-        assert held.whole is None
-        first = data.draw(st.integers(0, known), "first")
-        end = data.draw(st.integers(first, whole.num_rows), "end")
-        held.take(whole[first:end], first)
-        known = max(known, end)
+@given(st.integers(0, 12), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=8))
+def test_rows_come_together_whatever_comes_again(
+    num_rows: int, spans: list[tuple[int, int]]
+) -> None:
+    whole = rows(num_rows)
+    held, known = PromptRows(num_rows), 0
+    for some, other in [*spans, (num_rows, num_rows)]:
+        if held.whole is None:
+            first = min(some, known)
+            end = max(first, min(other, num_rows))
+            held.take(whole[first:end], first)
+            known = max(known, end)
+            assert (held.whole is not None) == (known == num_rows)
     held.take(whole[:1], 0)
+    assert held.whole is not None
     assert held.whole.same_bits(whole)
 
 
