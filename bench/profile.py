@@ -53,7 +53,7 @@ REST = "rest"
 LINEAR = "linear layers"
 HEAD = "lm_head"
 WHOLE_LAYERS = "decoder layers, whole"
-"""Of few rows: computed in one call each, see `workers.decoder_layers`."""
+"""Computed in one call each, see `workers.decoder_layers`."""
 _ELEMENTWISE = "norms, rotary, activation"
 _FUNCTIONS = {"workers.logprobs": "row selection, argmax", "workers.sampler": "sampling"}
 _BLOCK_SIZE = 16
@@ -157,9 +157,9 @@ def watched(runner: ModelRunner, model: Any, watch: Stopwatch) -> Iterator[None]
     interface.register(attention.IMPLEMENTATION, watch.around("attention", attend))
     if next(model.parameters()).device.type == "cpu":
         # Not imported with this module: it brings numba, which has no part in what runs on CUDA.
-        from workers.decoder_layers import FewRowsLayer
+        from workers.decoder_layers import FusedLayer
 
-        patch(FewRowsLayer, "compute", WHOLE_LAYERS)
+        patch(FusedLayer, "compute", WHOLE_LAYERS)
     patch(runner, "execute", REST)
     try:
         yield

@@ -1,9 +1,10 @@
-"""Decoder layers that compute few rows in one call, on CPU.
+"""Decoder layers that compute their rows in one call, on CPU.
 
 A step that decodes a handful of requests consists of hundreds of small computations, and calling
 them one by one takes longer than some of them do. A layer that is made of the parts that
 `workers.layer_kernels` puts together, and that gives the same bits by it, computes small batches
-so; all others, and larger batches, are computed part by part.
+so, and larger ones where its products are made by `workers.tile_kernels` for any number of rows.
+All others are computed part by part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from workers.tile_products import Product, few_rows
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _PROBE_CONTEXTS = (1, 6, 150, 16, 31, 300, 129)
-"""Tokens, the last one included, of the requests that a layer is tried with."""
+"""Tokens, the last one included, of the requests that a layer is tried with; the last one has
+more than one token in the batch."""
+_MANY_ROWS = 100
+"""Of them, where a layer takes so many."""
 _BLOCK_SIZE = 16
 
 
@@ -46,7 +50,7 @@ class _Parts:
     down: Product
 
 
-class FewRowsLayer:
+class FusedLayer:
     """What is called in place of a layer's `forward`."""
 
     def __init__(self, layer: Any, spec: LayerSpec, parts: _Parts) -> None:
@@ -73,7 +77,7 @@ class FewRowsLayer:
             isinstance(batch.kernel, BlockedKernel)
             and x.dtype == cos.dtype == sin.dtype == torch.bfloat16
             and x.shape[0] == 1
-            and x.shape[1] in few_rows()
+            and x.shape[1] in self._parts.down.row_counts
             and cos.shape == sin.shape == (1, x.shape[1], self._spec.head_dim)
         )
 
@@ -87,7 +91,9 @@ class FewRowsLayer:
         tiles = kernel.tile_batch(spec.sliding_window)
         rows = x[0].contiguous()
         out = torch.empty_like(rows)
-        layer_kernels.decoder_layer(
+        is_small = len(rows) in few_rows()
+        compute = layer_kernels.decoder_layer if is_small else layer_kernels.decoder_layer_by_rows
+        compute(
             parts.down.num_threads(),
             tiles.num_threads(parts.joined.in_features),
             as_array(rows),
@@ -109,7 +115,9 @@ class FewRowsLayer:
 
     def agrees(self, cache: KVCache) -> bool:
         """Return whether the layer itself gives the same bits, in its result and in the cache."""
-        return all(self._agrees(cache, num_rows) for num_rows in (few_rows()[0], few_rows()[-1]))
+        sizes = (few_rows()[0], few_rows()[-1], _MANY_ROWS)
+        row_counts = self._parts.down.row_counts
+        return all(self._agrees(cache, size) for size in sizes if size in row_counts)
 
     def _agrees(self, cache: KVCache, num_rows: int) -> bool:
         generator = torch.Generator().manual_seed(num_rows)
@@ -158,7 +166,7 @@ def fuse(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
             continue
         if cache is None:
             cache = _probe_cache(layers)
-        fused = FewRowsLayer(module, spec, parts)
+        fused = FusedLayer(module, spec, parts)
         with compiled.alone(), torch.inference_mode():
             if fused.agrees(cache):
                 module.forward = fused

@@ -1,11 +1,15 @@
-"""A whole decoder layer for few rows in one call, compiled at run time by numba.
+"""A whole decoder layer in one call, compiled at run time by numba.
 
 It is made of the loops of `workers.kernels`, `workers.tile_kernels` and `workers.attention_kernels`
-one after the other, so its numbers are theirs. With a handful of rows these take microseconds each,
-and as many calls would take longer than what they compute.
+one after the other, so its numbers are theirs:
 
     a = norm(x);  q, k, v = a W;  turn q and k;  store k and v;  x = x + attention(q) W
     a = norm(x);  gate, up = a W;  x + (silu(gate) * up) W
+
+With a handful of rows these take microseconds each, and as many calls would take longer than what
+they compute; there threads share the columns of each product. Of many rows each thread takes some,
+from the norm to the attention and from there to the end: it waits for the others only twice, and
+what it has just made is still in its core's cache when it goes on.
 
 The rules of `workers.kernels` hold here too.
 """
@@ -25,6 +29,8 @@ from workers.tile_kernels import product
 
 _BYTES = 2
 """Of a number."""
+_ROWS = 48
+"""Rows that a thread goes on with together, of many: so many read weights once."""
 
 
 @helper(EXACT)
@@ -53,25 +59,127 @@ def _add(x: Any, y: Any, out: Any) -> None:
 
 
 @helper(EXACT)
-def _turned(address: Any, stride_bytes: Any, like: Any, heads: Any, cos: Any, sin: Any) -> Any:
-    rows, dim = cos.shape
-    out = np.empty((rows, heads, dim), cos.dtype)
-    rotate_part(address, stride_bytes, like, cos, sin, out, 0, rows)
-    return out
+def _slots(new: Any, rows: Any) -> Any:
+    """Return the slot of the cache for each row, -1 where it is not new."""
+    places, new_rows = new
+    slots = np.full(rows, -1, np.int64)
+    for i in range(new_rows.shape[0]):
+        slots[new_rows[i]] = places[i]
+    return slots
 
 
 @helper(EXACT)
-def _store(places: Any, rows: Any, keys: Any, values: Any, key: Any, value: Any) -> None:
-    """Put rows of new keys and values to their places in the cache."""
+def _store(slots: Any, keys: Any, values: Any, key: Any, value: Any) -> None:
+    """Put new keys and values of rows to their slots in the cache."""
     kv_heads, size, dim = keys.shape[1:]
-    for i in range(rows.shape[0]):
-        block, place = divmod(places[i], size)
+    for i in range(slots.shape[0]):
+        if slots[i] < 0:
+            continue
+        block, place = divmod(slots[i], size)
         for head in range(kv_heads):
-            new_key, kept_key = key[rows[i], head], keys[block, head, place]
-            new_value, kept_value = value[rows[i]], values[block, head, place]
+            new_key, kept_key = key[i, head], keys[block, head, place]
+            new_value, kept_value = value[i], values[block, head, place]
             for d in range(dim):
                 kept_key[d] = new_key[d]
                 kept_value[d] = new_value[head * dim + d]
+
+
+@helper(EXACT)
+def _begin(
+    threads: Any,
+    x: Any,
+    norm: Any,
+    qkv: Any,
+    cos: Any,
+    sin: Any,
+    slots: Any,
+    keys: Any,
+    values: Any,
+    factor: Any,
+    query: Any,
+) -> None:
+    """Do what comes before the attention, for some rows."""
+    rows, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    both = _product(threads, _normed(x, norm), qkv)
+    address, stride = both.ctypes.data, both.shape[1] * _BYTES
+    rotate_part(address, stride, x[0, 0], cos, sin, query, 0, rows)
+    key = np.empty((rows, kv_heads, dim), x.dtype)
+    rotate_part(address + heads * dim * _BYTES, stride, x[0, 0], cos, sin, key, 0, rows)
+    _store(slots, keys, values, key, both[:, (heads + kv_heads) * dim :])
+    if factor != ONE:
+        flat = query.reshape(query.size)
+        for j in range(flat.shape[0]):
+            flat[j] = narrow(widen(flat[j]) * factor, flat[j])
+
+
+@helper(EXACT)
+def _attended(threads: Any, query: Any, keys: Any, values: Any, attention: Any) -> Any:
+    tile_rows, num_tokens, starts, tables, origins, num_columns, window, scaling, partition = (
+        attention
+    )
+    out = np.zeros(query.shape, query.dtype)
+    batch = (query, keys, values, tile_rows, num_tokens, starts, tables, origins, num_columns)
+    count = tile_rows.shape[0] * keys.shape[1]
+    on_team(attend_part, threads, count, (*batch, window, scaling, partition, out))
+    return out.reshape(query.shape[0], query.shape[1] * query.shape[2])
+
+
+@helper(EXACT)
+def _end(
+    threads: Any,
+    x: Any,
+    attended: Any,
+    joined: Any,
+    norm: Any,
+    gate_up: Any,
+    down: Any,
+    out: Any,
+) -> None:
+    """Do what comes after the attention, for some rows."""
+    _add(x, _product(threads, attended, joined), out)
+    gates = _product(threads, _normed(out, norm), gate_up)
+    active = np.empty((x.shape[0], gates.shape[1] // 2), x.dtype)
+    on_team(gate_silu_part, threads, x.shape[0], (gates, active))
+    _add(out, _product(threads, active, down), out)
+
+
+@helper(EXACT)
+def _begin_part(
+    x: Any,
+    norm: Any,
+    qkv: Any,
+    cos: Any,
+    sin: Any,
+    slots: Any,
+    keys: Any,
+    values: Any,
+    factor: Any,
+    query: Any,
+    first: Any,
+    end: Any,
+) -> None:
+    for part in range(first, end):
+        a, b = part * _ROWS, (part + 1) * _ROWS
+        own = query[a:b]
+        _begin(1, x[a:b], norm, qkv, cos[a:b], sin[a:b], slots[a:b], keys, values, factor, own)
+
+
+@helper(EXACT)
+def _end_part(
+    x: Any,
+    attended: Any,
+    joined: Any,
+    norm: Any,
+    gate_up: Any,
+    down: Any,
+    out: Any,
+    first: Any,
+    end: Any,
+) -> None:
+    for part in range(first, end):
+        a, b = part * _ROWS, (part + 1) * _ROWS
+        _end(1, x[a:b], attended[a:b], joined, norm, gate_up, down, out[a:b])
 
 
 @kernel
@@ -93,7 +201,7 @@ def decoder_layer(
     down: Any,
     out: Any,
 ) -> None:
-    """Write what a layer makes of some rows to `out`, and their keys and values to the cache.
+    """Write what a layer makes of few rows to `out`, and their keys and values to the cache.
 
     Args:
         threads: how many to use for the products; `attend_threads` for the attention.
@@ -109,28 +217,46 @@ def decoder_layer(
             partition of `attention_kernels.attend`.
         out: [rows, width], another array than x.
     """
-    rows, kv_heads, dim = x.shape[0], keys.shape[1], keys.shape[3]
     cos, sin = turn
-    places, new_rows = new
-    both = _product(threads, _normed(x, first_norm), qkv)
-    heads = both.shape[1] // dim - 2 * kv_heads
-    address, stride = both.ctypes.data, both.shape[1] * _BYTES
-    query = _turned(address, stride, x[0, 0], heads, cos, sin)
-    key = _turned(address + heads * dim * _BYTES, stride, x[0, 0], kv_heads, cos, sin)
-    _store(places, new_rows, keys, values, key, both[:, (heads + kv_heads) * dim :])
-    if factor != ONE:
-        flat = query.reshape(query.size)
-        for j in range(flat.shape[0]):
-            flat[j] = narrow(widen(flat[j]) * factor, flat[j])
-    tile_rows, num_tokens, starts, tables, origins, num_columns, window, scaling, partition = (
-        attention
-    )
-    attended = np.zeros((rows, heads, dim), x.dtype)
-    batch = (query, keys, values, tile_rows, num_tokens, starts, tables, origins, num_columns)
-    count = tile_rows.shape[0] * kv_heads
-    on_team(attend_part, attend_threads, count, (*batch, window, scaling, partition, attended))
-    _add(x, _product(threads, attended.reshape(rows, heads * dim), joined), out)
-    gates = _product(threads, _normed(out, second_norm), gate_up)
-    active = np.empty((rows, gates.shape[1] // 2), x.dtype)
-    on_team(gate_silu_part, threads, rows, (gates, active))
-    _add(out, _product(threads, active, down), out)
+    query = _room_for_queries(x, qkv, keys)
+    slots = _slots(new, x.shape[0])
+    _begin(threads, x, first_norm, qkv, cos, sin, slots, keys, values, factor, query)
+    attended = _attended(attend_threads, query, keys, values, attention)
+    _end(threads, x, attended, joined, second_norm, gate_up, down, out)
+
+
+@kernel
+def decoder_layer_by_rows(
+    threads: Any,
+    attend_threads: Any,
+    x: Any,
+    first_norm: Any,
+    qkv: Any,
+    turn: Any,
+    new: Any,
+    keys: Any,
+    values: Any,
+    factor: Any,
+    attention: Any,
+    joined: Any,
+    second_norm: Any,
+    gate_up: Any,
+    down: Any,
+    out: Any,
+) -> None:
+    """Do what `decoder_layer` does for many rows, of which each thread takes some."""
+    cos, sin = turn
+    query = _room_for_queries(x, qkv, keys)
+    slots = _slots(new, x.shape[0])
+    parts = (x.shape[0] + _ROWS - 1) // _ROWS
+    given = (x, first_norm, qkv, cos, sin, slots, keys, values, factor, query)
+    on_team(_begin_part, threads, parts, given)
+    attended = _attended(attend_threads, query, keys, values, attention)
+    rest = (x, attended, joined, second_norm, gate_up, down, out)
+    on_team(_end_part, threads, parts, rest)
+
+
+@helper(EXACT)
+def _room_for_queries(x: Any, qkv: Any, keys: Any) -> Any:
+    kv_heads, dim = keys.shape[1], keys.shape[3]
+    return np.empty((x.shape[0], qkv[1].shape[0] // dim - 2 * kv_heads, dim), x.dtype)

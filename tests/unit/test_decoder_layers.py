@@ -1,4 +1,4 @@
-"""Decoder layers that compute few rows in one call: the bits of their parts, or the parts."""
+"""Decoder layers that compute their rows in one call: the bits of their parts, or the parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests import tiny_models
 from workers import decoder_layers, layer_kernels, tile_products
 from workers.attention import AttentionBatch, use_batch
-from workers.decoder_layers import FewRowsLayer
+from workers.decoder_layers import FusedLayer
 from workers.kv_cache import KVCache, Span
 from workers.loader import LoadedModel, load_model
 
@@ -29,8 +29,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(str(getattr(tiny_models, f"tiny_{request.param}")(folder)), dtype="bf16")
 
 
-def fused(model: LoadedModel) -> list[FewRowsLayer]:
-    return [x.forward for x in model.model.model.layers if isinstance(x.forward, FewRowsLayer)]
+def fused(model: LoadedModel) -> list[FusedLayer]:
+    return [x.forward for x in model.model.model.layers if isinstance(x.forward, FusedLayer)]
 
 
 def states(model: LoadedModel, spans: list[Span]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -46,7 +46,7 @@ def states(model: LoadedModel, spans: list[Span]) -> tuple[torch.Tensor, list[to
     for span in spans:
         own = slice(span.first_row, span.first_row + span.num_tokens)
         positions[own] = np.arange(span.start, span.end)
-    ids[:num_tokens] = torch.arange(num_tokens) + 5
+    ids[:num_tokens] = (torch.arange(num_tokens) + 5) % model.vocab_size
     with use_batch(AttentionBatch(spans, cache)):
         hidden = model.hidden_states(ids, torch.from_numpy(positions))
     return hidden[:num_tokens], kept
@@ -72,6 +72,12 @@ BATCHES = [
     spans_of([1, 7, 16]),
     spans_of([1, 7, 3], num_kept=1),
 ]
+MANY_ROWS = [
+    spans_of([1, 7, 16, 9]),
+    spans_of([1, 7, 16, 1, 23]),
+    spans_of([1, 7, 16, 17, 100, 1, 200, 1]),
+    spans_of([1, 7, 16, 17, 100, 110], num_kept=5),
+]
 
 
 @pytest.mark.parametrize("batch", range(len(BATCHES)))
@@ -81,20 +87,45 @@ def test_few_rows_have_the_bits_of_the_layers_parts(
 ) -> None:
     if not fused(model):
         pytest.skip("this machine computes layers part by part")
+    assert_bits_of_parts(model, BATCHES[batch], threads, "decoder_layer", monkeypatch)
+
+
+@pytest.mark.parametrize("batch", range(len(MANY_ROWS)))
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_many_rows_have_the_bits_of_the_layers_parts(
+    model: LoadedModel, batch: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tile_products.widens():
+        pytest.skip("this machine computes layers of many rows part by part")
+    assert_bits_of_parts(model, MANY_ROWS[batch], threads, "decoder_layer_by_rows", monkeypatch)
+
+
+def assert_bits_of_parts(
+    model: LoadedModel,
+    spans: list[Span],
+    threads: int,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compare hidden states and KV with those of layers that are computed part by part.
+
+    Args:
+        kernel: of `layer_kernels`, which computes every layer.
+    """
     torch.set_num_threads(threads)
     monkeypatch.setattr("workers.kernel_calls._NUMBERS_PER_THREAD", 1)
     calls = []
-    original = layer_kernels.decoder_layer
+    original = getattr(layer_kernels, kernel)
 
     def counted(*arguments: Any) -> None:
         calls.append(arguments[0])
         original(*arguments)
 
-    monkeypatch.setattr(layer_kernels, "decoder_layer", counted)
-    hidden, kept = states(model, BATCHES[batch])
+    monkeypatch.setattr(layer_kernels, kernel, counted)
+    hidden, kept = states(model, spans)
     assert calls == [threads] * len(model.layers)
-    monkeypatch.setattr(FewRowsLayer, "_takes", lambda *_: False)
-    expected_hidden, expected_kept = states(model, BATCHES[batch])
+    monkeypatch.setattr(FusedLayer, "_takes", lambda *_: False)
+    expected_hidden, expected_kept = states(model, spans)
     assert len(calls) == len(model.layers)
     assert torch.equal(hidden, expected_hidden)
     for found, expected in zip(kept, expected_kept, strict=True):
@@ -122,7 +153,7 @@ def test_a_layer_of_other_arithmetic_is_left_alone(
 
     monkeypatch.setattr(decoder_layers, "fuse", of_a_changed_model)
     model = load_model(str(tiny_models.tiny_llama(tmp_path)), dtype="bf16")
-    assert not isinstance(model.model.model.layers[1].forward, FewRowsLayer)
+    assert not isinstance(model.model.model.layers[1].forward, FusedLayer)
     if tile_products.is_available():
         assert len(fused(model)) == len(model.layers) - 1
 
