@@ -91,9 +91,7 @@ class FusedLayer:
         tiles = kernel.tile_batch(spec.sliding_window)
         rows = x[0].contiguous()
         out = torch.empty_like(rows)
-        is_small = len(rows) in few_rows()
-        compute = layer_kernels.decoder_layer if is_small else layer_kernels.decoder_layer_by_rows
-        compute(
+        layer_kernels.decoder_layer(
             parts.down.num_threads(),
             tiles.num_threads(parts.joined.in_features),
             as_array(rows),

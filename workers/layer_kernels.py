@@ -25,7 +25,7 @@ from workers.compiled import helper, kernel
 from workers.kernel_arithmetic import EXACT, ONE, narrow, widen
 from workers.kernel_team import on_team
 from workers.kernels import gate_silu_part, rms_norm_part, rotate_part
-from workers.tile_kernels import product
+from workers.tile_kernels import MAX_ROWS, product
 
 _BYTES = 2
 """Of a number."""
@@ -90,8 +90,7 @@ def _begin(
     x: Any,
     norm: Any,
     qkv: Any,
-    cos: Any,
-    sin: Any,
+    turn: Any,
     slots: Any,
     keys: Any,
     values: Any,
@@ -100,6 +99,7 @@ def _begin(
 ) -> None:
     """Do what comes before the attention, for some rows."""
     rows, heads, dim = query.shape
+    cos, sin = turn
     kv_heads = keys.shape[1]
     both = _product(threads, _normed(x, norm), qkv)
     address, stride = both.ctypes.data, both.shape[1] * _BYTES
@@ -146,6 +146,8 @@ def _end(
 
 @helper(EXACT)
 def _begin_part(
+    threads: Any,
+    at_once: Any,
     x: Any,
     norm: Any,
     qkv: Any,
@@ -160,13 +162,16 @@ def _begin_part(
     end: Any,
 ) -> None:
     for part in range(first, end):
-        a, b = part * _ROWS, (part + 1) * _ROWS
+        a, b = part * at_once, (part + 1) * at_once
         own = query[a:b]
-        _begin(1, x[a:b], norm, qkv, cos[a:b], sin[a:b], slots[a:b], keys, values, factor, own)
+        turn = cos[a:b], sin[a:b]
+        _begin(threads, x[a:b], norm, qkv, turn, slots[a:b], keys, values, factor, own)
 
 
 @helper(EXACT)
 def _end_part(
+    threads: Any,
+    at_once: Any,
     x: Any,
     attended: Any,
     joined: Any,
@@ -178,8 +183,8 @@ def _end_part(
     end: Any,
 ) -> None:
     for part in range(first, end):
-        a, b = part * _ROWS, (part + 1) * _ROWS
-        _end(1, x[a:b], attended[a:b], joined, norm, gate_up, down, out[a:b])
+        a, b = part * at_once, (part + 1) * at_once
+        _end(threads, x[a:b], attended[a:b], joined, norm, gate_up, down, out[a:b])
 
 
 @kernel
@@ -201,7 +206,7 @@ def decoder_layer(
     down: Any,
     out: Any,
 ) -> None:
-    """Write what a layer makes of few rows to `out`, and their keys and values to the cache.
+    """Write what a layer makes of some rows to `out`, and their keys and values to the cache.
 
     Args:
         threads: how many to use for the products; `attend_threads` for the attention.
@@ -217,46 +222,17 @@ def decoder_layer(
             partition of `attention_kernels.attend`.
         out: [rows, width], another array than x.
     """
+    rows, kv_heads, dim = x.shape[0], keys.shape[1], keys.shape[3]
     cos, sin = turn
-    query = _room_for_queries(x, qkv, keys)
-    slots = _slots(new, x.shape[0])
-    _begin(threads, x, first_norm, qkv, cos, sin, slots, keys, values, factor, query)
+    query = np.empty((rows, qkv[1].shape[0] // dim - 2 * kv_heads, dim), x.dtype)
+    slots = _slots(new, rows)
+    is_small = rows <= MAX_ROWS
+    at_once = rows if is_small else _ROWS
+    of_columns, of_rows = (threads, 1) if is_small else (1, threads)
+    parts = (rows + at_once - 1) // at_once
+    own = (of_columns, at_once, x)
+    before = (first_norm, qkv, cos, sin, slots, keys, values, factor, query)
+    on_team(_begin_part, of_rows, parts, (*own, *before))
     attended = _attended(attend_threads, query, keys, values, attention)
-    _end(threads, x, attended, joined, second_norm, gate_up, down, out)
-
-
-@kernel
-def decoder_layer_by_rows(
-    threads: Any,
-    attend_threads: Any,
-    x: Any,
-    first_norm: Any,
-    qkv: Any,
-    turn: Any,
-    new: Any,
-    keys: Any,
-    values: Any,
-    factor: Any,
-    attention: Any,
-    joined: Any,
-    second_norm: Any,
-    gate_up: Any,
-    down: Any,
-    out: Any,
-) -> None:
-    """Do what `decoder_layer` does for many rows, of which each thread takes some."""
-    cos, sin = turn
-    query = _room_for_queries(x, qkv, keys)
-    slots = _slots(new, x.shape[0])
-    parts = (x.shape[0] + _ROWS - 1) // _ROWS
-    given = (x, first_norm, qkv, cos, sin, slots, keys, values, factor, query)
-    on_team(_begin_part, threads, parts, given)
-    attended = _attended(attend_threads, query, keys, values, attention)
-    rest = (x, attended, joined, second_norm, gate_up, down, out)
-    on_team(_end_part, threads, parts, rest)
-
-
-@helper(EXACT)
-def _room_for_queries(x: Any, qkv: Any, keys: Any) -> Any:
-    kv_heads, dim = keys.shape[1], keys.shape[3]
-    return np.empty((x.shape[0], qkv[1].shape[0] // dim - 2 * kv_heads, dim), x.dtype)
+    after = (attended, joined, second_norm, gate_up, down, out)
+    on_team(_end_part, of_rows, parts, (*own, *after))

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 from workers import kernel_tiles as tiles
 from workers import kernel_vectors as vectors
 from workers.compiled import helper, kernel
-from workers.kernel_arithmetic import EXACT, ZERO, address_of, length_of, narrow, widen, width_of
+from workers.kernel_arithmetic import EXACT, ZERO, address_of, length_of, widen, width_of
 from workers.kernel_team import on_team
 from workers.kernel_tiles import DEPTH, ROWS, i64
 
@@ -34,8 +34,8 @@ COLUMNS = 64 if tiles.HAS_PAIRS and not tiles.HAS_AMX else 32
 MAX_ROWS = 32
 """Rows of a call where the library takes no longer for more."""
 ROW_MULTIPLE = 16 if tiles.HAS_AMX else 1
-_LEAST = np.float32(2.0**-126)
 _LEAST_BITS = 1 << 23
+"""Of the least number that is not subnormal."""
 _KEPT_NUMBERS = 2**16
 """Numbers in fp32, of rows that have been widened, which stay in a core's own cache."""
 _NUMBERS_FOR_TEAM = 2**16
@@ -219,12 +219,12 @@ def _write(totals: Any, bias: Any, block: Any, out: Any) -> None:
             for j in range(0, COLUMNS, 16):
                 _write_vector(totals, i * COLUMNS + j, bias, start + j, out, i * width + start + j)
         return
+    own_bias, result = np.zeros(COLUMNS, bias.dtype), np.empty(COLUMNS, out.dtype)
+    own_bias[: width - start] = bias[start:]
     for i in range(rows):
-        for j in range(width - start):
-            number = totals[i, j] + bias[start + j]
-            # As the processor's own conversion has it, a subnormal number is zero.
-            number = ZERO * number if abs(number) < _LEAST else number
-            out[i, start + j] = narrow(number, out[i, start + j])
+        for j in range(0, COLUMNS, 16):
+            _write_vector(totals, i * COLUMNS + j, own_bias, j, result, j)
+        out[i, start:] = result[: width - start]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -242,6 +242,7 @@ def _write_vector(
 
         number = builder.fadd(vector(0), vector(2))
         bits = builder.bitcast(number, tiles.INTS)
+        # As the processor's own conversion has it, a subnormal number is zero.
         size = builder.and_(bits, tiles.ints(0x7FFFFFFF))
         is_tiny = builder.icmp_unsigned("<", size, tiles.ints(_LEAST_BITS))
         kept = builder.select(is_tiny, builder.and_(bits, tiles.ints(0x80000000)), bits)

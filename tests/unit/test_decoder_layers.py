@@ -15,6 +15,7 @@ from workers.attention import AttentionBatch, use_batch
 from workers.decoder_layers import FusedLayer
 from workers.kv_cache import KVCache, Span
 from workers.loader import LoadedModel, load_model
+from workers.tile_kernels import MAX_ROWS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,8 +72,6 @@ BATCHES = [
     spans_of([1, 5, 16, 1, 1]),
     spans_of([1, 7, 16]),
     spans_of([1, 7, 3], num_kept=1),
-]
-MANY_ROWS = [
     spans_of([1, 7, 16, 9]),
     spans_of([1, 7, 16, 1, 23]),
     spans_of([1, 7, 16, 17, 100, 1, 200, 1]),
@@ -81,47 +80,25 @@ MANY_ROWS = [
 
 
 @pytest.mark.parametrize("batch", range(len(BATCHES)))
-@pytest.mark.parametrize("threads", [1, 2])
-def test_few_rows_have_the_bits_of_the_layers_parts(
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_have_the_bits_of_the_layers_parts(
     model: LoadedModel, batch: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spans = BATCHES[batch]
     if not fused(model):
         pytest.skip("this machine computes layers part by part")
-    assert_bits_of_parts(model, BATCHES[batch], threads, "decoder_layer", monkeypatch)
-
-
-@pytest.mark.parametrize("batch", range(len(MANY_ROWS)))
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_many_rows_have_the_bits_of_the_layers_parts(
-    model: LoadedModel, batch: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not tile_products.widens():
+    if sum(span.num_tokens for span in spans) > MAX_ROWS and not tile_products.widens():
         pytest.skip("this machine computes layers of many rows part by part")
-    assert_bits_of_parts(model, MANY_ROWS[batch], threads, "decoder_layer_by_rows", monkeypatch)
-
-
-def assert_bits_of_parts(
-    model: LoadedModel,
-    spans: list[Span],
-    threads: int,
-    kernel: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Compare hidden states and KV with those of layers that are computed part by part.
-
-    Args:
-        kernel: of `layer_kernels`, which computes every layer.
-    """
     torch.set_num_threads(threads)
     monkeypatch.setattr("workers.kernel_calls._NUMBERS_PER_THREAD", 1)
     calls = []
-    original = getattr(layer_kernels, kernel)
+    original = layer_kernels.decoder_layer
 
     def counted(*arguments: Any) -> None:
         calls.append(arguments[0])
         original(*arguments)
 
-    monkeypatch.setattr(layer_kernels, kernel, counted)
+    monkeypatch.setattr(layer_kernels, "decoder_layer", counted)
     hidden, kept = states(model, spans)
     assert calls == [threads] * len(model.layers)
     monkeypatch.setattr(FusedLayer, "_takes", lambda *_: False)
