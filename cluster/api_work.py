@@ -46,7 +46,7 @@ class Texts:
             limits: what a request may ask for.
         """
         self._tokenizer = tokenizer
-        self._table = None if tokenizer is None else TokenTable(tokenizer)
+        self._table = None if tokenizer is None else TokenTable(lambda: tokenizer)
         self.strings = TokenStrings(self._table)
         """Of the model's tokens."""
         self.vocab_size = limits.vocab_size

@@ -20,6 +20,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from scheduler.sampling_params import SamplingParams
@@ -54,14 +55,30 @@ def _byte_fallback_bytes(token: str) -> bytes:
 class TokenTable:
     """Bytes and text of each token id of one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Read how `tokenizer` (of transformers) writes bytes into its vocabulary."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Callable[[], Any]) -> None:
+        """Ask for the tokenizer (of transformers) when a token is first looked at."""
+        self._ask = tokenizer
         self._bytes: dict[int, bytes] = {}
-        self._to_bytes = _bytes_rule(tokenizer)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._added = {int(i): str(token.content) for i, token in added.items()}
-        self._special = {int(i) for i, token in added.items() if token.special}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """What the tokens are of."""
+        return self._ask()
+
+    @cached_property
+    def _to_bytes(self) -> Callable[[str], bytes] | None:
+        return _bytes_rule(self.tokenizer)
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {int(i): str(token.content) for i, token in self._added_tokens().items()}
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(int(i) for i, token in self._added_tokens().items() if token.special)
+
+    def _added_tokens(self) -> dict[Any, Any]:
+        return dict(getattr(self.tokenizer, "added_tokens_decoder", {}))
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out."""
@@ -81,7 +98,7 @@ class TokenTable:
     def _find_bytes(self, token_id: int) -> bytes:
         if token_id in self._added and self._to_bytes is _byte_level_bytes:
             return self._added[token_id].encode()
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
         if self._to_bytes is not None:
@@ -90,8 +107,8 @@ class TokenTable:
 
     def _bytes_by_decoding(self, token_id: int) -> bytes:
         """Ask the tokenizer for the text that the token adds behind another one."""
-        alone = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        doubled = self._tokenizer.decode([token_id] * 2, clean_up_tokenization_spaces=False)
+        alone = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        doubled = self.tokenizer.decode([token_id] * 2, clean_up_tokenization_spaces=False)
         return str(doubled[len(alone) :]).encode()
 
 

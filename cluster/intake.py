@@ -6,9 +6,11 @@ nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cluster.connection import Connection
@@ -33,6 +35,16 @@ class Options(NamedTuple):
     """None: what `cluster.otel` finds that the caller is doing."""
 
 
+@dataclass(frozen=True)
+class _TokenizerOf:
+    """Loads a model's tokenizer. It may go to another process along with a result."""
+
+    model: str
+
+    def __call__(self) -> Any:
+        return load_tokenizer(self.model)
+
+
 class Intake:
     """Makes the handles of one client."""
 
@@ -47,17 +59,22 @@ class Intake:
         self._connection = connection
         self._follow = follow
         self._counter = itertools.count()
-        self._table: TokenTable | None = None
-        self._tokenizer: Any = None
         self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer (of transformers), loaded when it is first asked for."""
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = load_tokenizer(self._connection.info.model)
-            return self._tokenizer
+            return self._table.tokenizer
+
+    @functools.cached_property
+    def _table(self) -> TokenTable:
+        return TokenTable(_TokenizerOf(self._connection.info.model))
+
+    def _loaded_table(self) -> TokenTable:
+        """Return the table, with what is wrong with the tokenizer raised here and not later."""
+        _ = self.tokenizer
+        return self._table
 
     def handle(
         self,
@@ -119,7 +136,10 @@ class Intake:
         Args:
             text: the prompt, where it was given as text.
         """
-        table = self._token_table() if submission.sampling_params.detokenize else None
+        params = submission.sampling_params
+        # What is generated needs the tokenizer; a prompt's rows do if their text is asked for.
+        is_needed = params.detokenize and params.max_tokens != 0
+        table = self._loaded_table() if is_needed else self._table if params.detokenize else None
         handle = RequestHandle(submission, text, table, self._connection.tell_cancel)
         if self._follow is not None:
             self._follow(handle)
@@ -128,17 +148,12 @@ class Intake:
     def token_text(self) -> Callable[[int], str] | None:
         """Return what gives a token's own text; None where the model comes without a tokenizer."""
         try:
-            return self._token_table().token_text
+            return self._loaded_table().token_text
         except ModelNotFound:
             return None
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text).input_ids)
-
-    def _token_table(self) -> TokenTable:
-        if self._table is None:
-            self._table = TokenTable(self.tokenizer)
-        return self._table
 
 
 def _one_each(values: Any, count: int, param: str) -> list[Any]:

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers import kernels
+from workers import kernels, top_k_kernels
 from workers.kernel_calls import num_threads
-from workers.logprobs import LOGPROBS_BYTES, Logits, rows_per_slice
+from workers.logprobs import LOGPROBS_BYTES, Logits, rows_per_slice, top_k
 
 
 class FusedRows:
@@ -73,10 +73,20 @@ class FusedRows:
         )
         return counts + 1
 
-    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def most_likely(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `workers.logprobs.Rows`."""
-        values = (self._largest - self._largest) - self._log_sums
-        return values.unsqueeze(1), self._best_ids.unsqueeze(1)
+        k = min(k, self._logits.vocab_size)
+        if k == 1:
+            values = (self._largest - self._largest) - self._log_sums
+            return values.unsqueeze(1), self._best_ids.unsqueeze(1)
+        if k > top_k_kernels.MAX_K:
+            found = [top_k(piece, k) for piece in self.pieces()]
+            return torch.cat([values for values, _ in found]), torch.cat([ids for _, ids in found])
+        values = torch.empty(self.num_rows, k)
+        ids = torch.empty(self.num_rows, k, dtype=torch.int64)
+        found_by = top_k_kernels.most_likely
+        _over_rows(found_by, self._logits, self._largest, self._log_sums, values, ids)
+        return values, ids
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """See `workers.logprobs.Rows`."""

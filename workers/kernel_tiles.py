@@ -51,6 +51,7 @@ _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES = _I8.as_pointer()
 FLOATS = ir.VectorType(ir.FloatType(), 16)
 INTS = ir.VectorType(_I32, 16)
+_WORDS = ir.VectorType(ir.IntType(16), 16)
 
 
 def i64(number: int) -> Any:
@@ -169,20 +170,38 @@ def store_vector(builder: Any, vector: Any, pointer: Any, align: int) -> None:
     builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=align)
 
 
-def rounded_to_bf16(builder: Any, numbers: Any) -> Any:
-    """Return fp32 numbers as bf16, ties to even, in the upper halves of a vector of int32."""
+def rounded_to_bf16(builder: Any, numbers: Any, *, any_nan: bool = True) -> Any:
+    """Return fp32 numbers as bf16, ties to even, in the upper halves of a vector of int32.
+
+    Args:
+        builder: of the code.
+        numbers: a vector.
+        any_nan: False if one that is no number has nothing in the bits that are rounded off.
+    """
     bits = builder.bitcast(numbers, INTS)
     odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
-    moved = builder.add(builder.add(bits, ints(0x7FFF)), odd)
-    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-    kept = builder.select(is_nan, ints(0x7FC00000), moved)
+    kept = builder.add(builder.add(bits, ints(0x7FFF)), odd)
+    if any_nan:
+        is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+        kept = builder.select(is_nan, ints(0x7FC00000), kept)
     return builder.and_(kept, ints(0xFFFF0000))
+
+
+def upper_halves(builder: Any, numbers: Any) -> Any:
+    """Return fp32 numbers that bf16 has, or their bits, in a vector of int16."""
+    bits = builder.lshr(builder.bitcast(numbers, INTS), ints(16))
+    return builder.trunc(bits, _WORDS)
 
 
 def narrowed(builder: Any, numbers: Any) -> Any:
     """Return fp32 numbers as bf16, ties to even, in a vector of int16."""
-    bits = builder.lshr(rounded_to_bf16(builder, numbers), ints(16))
-    return builder.trunc(bits, ir.VectorType(ir.IntType(16), 16))
+    return upper_halves(builder, rounded_to_bf16(builder, numbers))
+
+
+def load_widened(builder: Any, pointer: Any) -> Any:
+    """Return 16 numbers of bf16 from memory, in fp32."""
+    bits = builder.zext(load_vector(builder, pointer, _WORDS, 2), INTS)
+    return builder.bitcast(builder.shl(bits, ints(16)), FLOATS)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

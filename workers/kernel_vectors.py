@@ -29,8 +29,6 @@ GROUP_PAIRS = 16
 """Pairs of a group: a row of a tile."""
 MAX_ROWS = 6 if not tiles.HAS_LONG_VECTORS else 12 if WIDENS else 8
 """Rows that are computed together at most: with their sums the registers are nearly full."""
-HALF_ROWS = min(MAX_ROWS, tiles.ROWS // 2)
-"""The same where there are 16 rows more often than not."""
 _SUMS = 16
 """Vectors of sums that keep the processor busy: one sum's additions wait for each other."""
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
@@ -40,10 +38,16 @@ _VECTOR_BYTES = 64
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows of numbers are: a pointer to the first one, and bytes from one to the next."""
+    """Where rows of numbers are: a pointer to the first one, and bytes from one to the next.
+
+    Where a kernel can know the bytes while its code is made, registers for addresses are saved,
+    and with 12 rows there are none to spare.
+    """
 
     pointer: Any
     stride_bytes: Any
+    pair_bytes: int = 2 * NUMBER_BYTES
+    """From a pair of a row to the next one of it."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +71,17 @@ def multiply(
     num_groups: Any,
     vectors: int,
     out: Rows,
-    max_rows: int = MAX_ROWS,
 ) -> None:
     """Write the products of some rows of `a` and 16 * `vectors` columns of `b`.
 
     Args:
         builder: of the code.
         count: rows, known when the kernel runs.
-        a: of type `NUMBER`, 32 times `num_groups` numbers of each row.
+        a: of type `NUMBER`, 16 times `num_groups` pairs of each row.
         b: bf16.
         num_groups: how many times 16 pairs are summed.
         vectors: how many times 16 columns, known now.
         out: fp32.
-        max_rows: rows that are computed together, at most `MAX_ROWS`.
     """
     done = cgutils.alloca_once_value(builder, i64(0))
 
@@ -102,12 +104,12 @@ def multiply(
             )
         builder.store(builder.add(first_row, i64(rows)), done)
 
-    with cgutils.for_range(builder, builder.udiv(count, i64(max_rows))):
-        some(max_rows)
-    left = builder.urem(count, i64(max_rows))
+    with cgutils.for_range(builder, builder.udiv(count, i64(MAX_ROWS))):
+        some(MAX_ROWS)
+    left = builder.urem(count, i64(MAX_ROWS))
     after = builder.append_basic_block()
     ways = builder.switch(left, after)
-    for rows in range(1, max_rows):
+    for rows in range(1, MAX_ROWS):
         way = builder.append_basic_block()
         ways.add_case(i64(rows), way)
         builder.position_at_end(way)
@@ -130,7 +132,7 @@ def _multiply(
             builder.store(floats(0.0), place)
     add_pair = _add_widened if WIDENS else _add_pair
     with cgutils.for_range(builder, num_groups) as group:
-        a_at = _moved(builder, a.pointer, group.index, i64(2 * GROUP_PAIRS * NUMBER_BYTES))
+        first_pair = builder.mul(group.index, i64(GROUP_PAIRS))
         b_at = _moved(builder, b.pointer, group.index, b.group_bytes)
         with cgutils.for_range(builder, i64(GROUP_PAIRS)) as pair:
             own_b = _moved(builder, b_at, pair.index, b.pair_bytes)
@@ -138,7 +140,8 @@ def _multiply(
                 load_vector(builder, _moved(builder, own_b, i64(v), b.vector_bytes), INTS, 2)
                 for v in range(vectors)
             ]
-            own_a = _moved(builder, a_at, pair.index, i64(2 * NUMBER_BYTES))
+            own_pair = builder.add(first_pair, pair.index)
+            own_a = _moved(builder, a.pointer, own_pair, i64(a.pair_bytes))
             places = [_moved(builder, own_a, i64(i), a.stride_bytes) for i in range(rows)]
             add_pair(builder, places, columns, sums)
     for i, row in enumerate(sums):

@@ -138,13 +138,15 @@ def rotate_part(
 
 
 @helper(EXACT)
-def _part_of_row(parts: Any, part: Any, i: Any, like: Any) -> Any:
+def part_of_row(parts: Any, part: Any, i: Any, like: Any) -> Any:
+    """Return the numbers that row i has in a part; see `normalise`."""
     address, stride_bytes, width = parts[part]
     return numba.carray(pointer_to(address + i * stride_bytes, like), (width,))
 
 
 @helper(EXACT)
-def _logprob(x: Any, largest: Any, log_sum: Any) -> Any:
+def logprob(x: Any, largest: Any, log_sum: Any) -> Any:
+    """Return what a logit, or one that was widened, comes to."""
     return (widen(x) - largest) - log_sum
 
 
@@ -176,7 +178,7 @@ def _normalise(
     for i in range(first, end):
         top = -INF
         for part in range(count):
-            numbers = _part_of_row(parts, part, i, like)
+            numbers = part_of_row(parts, part, i, like)
             maximum = max_of(numbers)
             maxima[part] = maximum
             sums[part] = ZERO if maximum == -INF else sum_of_exp(numbers, maximum)
@@ -198,9 +200,9 @@ def _first_of(parts: Any, i: Any, like: Any, maxima: Any, largest: Any, log_sum:
     first_id = 0
     for part in range(parts.shape[0]):
         if (maxima[part] - largest) - log_sum == best:
-            numbers = _part_of_row(parts, part, i, like)
+            numbers = part_of_row(parts, part, i, like)
             for j in range(numbers.shape[0]):
-                if _logprob(numbers[j], largest, log_sum) == best:
+                if logprob(numbers[j], largest, log_sum) == best:
                     return first_id + j
         first_id += parts[part, 2]
     return 0
@@ -239,7 +241,7 @@ def _count_greater(
         for column in range(values.shape[1]):
             total = 0
             for part in range(parts.shape[0]):
-                numbers = _part_of_row(parts, part, i, like)
+                numbers = part_of_row(parts, part, i, like)
                 total += _count(numbers, largest[i], log_sums[i], values[i, column])
             counts[i, column] = total
 
@@ -248,7 +250,7 @@ def _count_greater(
 def _count(numbers: Any, largest: Any, log_sum: Any, value: Any) -> Any:
     count = np.int32(0)
     for j in range(numbers.shape[0]):
-        count = np.int32(count + (_logprob(numbers[j], largest, log_sum) > value))
+        count = np.int32(count + (logprob(numbers[j], largest, log_sum) > value))
     return count
 
 
@@ -269,8 +271,8 @@ def logprobs_of(
             while place >= parts[part, 2]:
                 place -= parts[part, 2]
                 part += 1
-            number = _part_of_row(parts, part, i, like)[place]
-            found[i, column] = _logprob(number, largest[i], log_sums[i])
+            number = part_of_row(parts, part, i, like)[place]
+            found[i, column] = logprob(number, largest[i], log_sums[i])
 
 
 @kernel
@@ -296,14 +298,14 @@ def _argmax(parts: Any, like: Any, largest: Any, ids: Any, first: Any, end: Any)
         top = least
         spoilt = False
         for part in range(parts.shape[0]):
-            lowest, highest = _lowest_and_highest_place(_part_of_row(parts, part, i, like))
+            lowest, highest = _lowest_and_highest_place(part_of_row(parts, part, i, like))
             # A NaN's place is above an infinity's or, with its sign bit set, below.
             spoilt = spoilt or lowest < least
             if highest > top:
                 top, top_part, top_first_id = highest, part, first_id
             first_id += parts[part, 2]
         ids[i] = 0
-        numbers = _part_of_row(parts, top_part, i, like)
+        numbers = part_of_row(parts, top_part, i, like)
         for j in range(numbers.shape[0]):
             if place_of(numbers[j]) == top:
                 ids[i] = top_first_id + j

@@ -31,6 +31,7 @@ from workers.model_store import (
     silence_progress_bars,
     tokenizer_at,
 )
+from workers.process_memory import give_back
 from workers.ranks.group import Ranks
 from workers.ranks.split import drop_output_layer, split_model
 
@@ -156,6 +157,8 @@ def load_model(
         decoder_layers.fuse(model, layers)
     if ranks.rank > 0:
         drop_output_layer(model)
+    fingerprint = _fingerprint(config, layers, weights, arithmetic.signature)
+    give_back(suffix=".safetensors")
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -163,7 +166,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(model, config, tokenizer),
         max_model_len=_max_model_len(config),
         vocab_size=vocab_size,
-        fingerprint=_fingerprint(config, layers, weights, arithmetic.signature),
+        fingerprint=fingerprint,
         path=folder,
         layers=layers,
         padding=arithmetic.padding,

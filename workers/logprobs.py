@@ -105,8 +105,11 @@ class Rows(Protocol):
         """Return int64 ranks of fp32 logprobs, both [rows, values], for a few values."""
         ...
 
-    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest logprob of each row and its lowest id, both [rows, 1]."""
+    def most_likely(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the k largest logprobs of each row and their ids, both [rows, k].
+
+        They are descending, equal ones by ascending id; all, where there are fewer than k.
+        """
         ...
 
     def pieces(self) -> Iterator[torch.Tensor]:
@@ -147,9 +150,9 @@ class DenseRows:
         ]
         return torch.cat(counts, dim=1).to(torch.int64) + 1
 
-    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def most_likely(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Rows`."""
-        return _top_1(self._logprobs)
+        return top_k(self._logprobs, min(k, self._logprobs.shape[1]))
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """See `Rows`."""
@@ -178,21 +181,13 @@ def select_rows(rows: Rows, targets: torch.Tensor, num_logprobs: int) -> RowTens
     actual = rows.of(ids)
     if num_logprobs == 0:
         return RowTensors(ids, actual, rows.ranks(actual))
-    if num_logprobs == 1:
-        values, best_ids = rows.best()
-    else:
-        found = [_most_likely(piece, num_logprobs) for piece in rows.pieces()]
-        values, best_ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+    k = torch.iinfo(torch.int64).max if num_logprobs == ALL_LOGPROBS else num_logprobs
+    values, best_ids = rows.most_likely(k)
     return RowTensors(
         torch.cat([ids, best_ids], dim=1),
         torch.cat([actual, values], dim=1),
         torch.cat([rows.ranks(actual), _ranks_of_sorted(values)], dim=1),
     )
-
-
-def _most_likely(logprobs: torch.Tensor, num_logprobs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    vocab = logprobs.shape[1]
-    return top_k(logprobs, vocab if num_logprobs == ALL_LOGPROBS else min(num_logprobs, vocab))
 
 
 def select_token_rows(rows: Rows, targets: torch.Tensor, token_ids: Sequence[int]) -> RowTensors:

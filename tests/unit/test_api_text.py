@@ -25,7 +25,7 @@ PHRASE = "a你好é!"
 
 @pytest.fixture(scope="module")
 def strings() -> TokenStrings:
-    return TokenStrings(TokenTable(byte_tokenizer()))
+    return TokenStrings(TokenTable(byte_tokenizer))
 
 
 def ids(text: str) -> list[int]:

@@ -46,7 +46,7 @@ def byte_level() -> TokenTable:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<end>", special=True)])
     backend.add_tokens([AddedToken("é added", special=False)])
-    return TokenTable(FastTokenizer(backend))
+    return TokenTable(lambda: FastTokenizer(backend))
 
 
 WORDS = {"hello": 256, " world": 257, "STOP": 258, "ST": 259, "OP": 260, "aSTOPb": 261}
@@ -67,7 +67,7 @@ def byte_fallback() -> TokenTable:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return TokenTable(FastTokenizer(backend))
+    return TokenTable(lambda: FastTokenizer(backend))
 
 
 BYTES = byte_level()
@@ -139,7 +139,7 @@ def test_a_sentencepiece_vocabulary_keeps_the_space_of_the_first_word() -> None:
 def test_a_vocabulary_of_another_kind_is_asked_for_its_own_text() -> None:
     backend = Tokenizer(models.WordPiece({"un": 0, "##able": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
-    assert text_of([0, 1], TokenTable(FastTokenizer(backend))) == " unable"
+    assert text_of([0, 1], TokenTable(lambda: FastTokenizer(backend))) == " unable"
 
 
 # ------------------------------------------------------------------------------- stop strings

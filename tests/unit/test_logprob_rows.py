@@ -45,7 +45,7 @@ def expected_order(row: np.ndarray) -> np.ndarray:
     return np.lexsort((np.arange(len(row)), -row))
 
 
-@pytest.mark.parametrize("k", [0, 1, 5, 20, VOCAB - 3, VOCAB, ALL_LOGPROBS])
+@pytest.mark.parametrize("k", [0, 1, 2, 20, 256, 257, VOCAB - 3, VOCAB, ALL_LOGPROBS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_the_actual_token_then_the_top_k(k: int, dtype: torch.dtype) -> None:
     """Half-precision logits tie all the time, also at the edge of the top k."""
@@ -219,7 +219,7 @@ def test_the_largest_logit_is_the_first_of_its_equals(dtype: torch.dtype) -> Non
     expected = logits.float().numpy()
     assert ids[:, 0].tolist() == expected.argmax(axis=1).tolist()
     assert largest[:, 0].tolist() == expected.max(axis=1).tolist()
-    values, best = rows_of(logits[16:]).best()
+    values, best = rows_of(logits[16:]).most_likely(1)
     assert best[:, 0].tolist() == every(rows_of(logits[16:])).numpy().argmax(axis=1).tolist()
     assert values.tolist() == every(rows_of(logits[16:])).amax(dim=1, keepdim=True).tolist()
 
@@ -247,6 +247,35 @@ def test_equal_values_in_different_groups_are_ordered_by_id() -> None:
     values, ids = top_k(logprobs, 3)
     assert ids.tolist() == [[643, 257, 644]] * 2
     assert values.tolist() == [[-1.0, -2.0, -2.0]] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_values", [1, 2, 5, 300])
+def test_the_most_likely_of_rows_full_of_equals_are_in_order(
+    num_values: int, dtype: torch.dtype
+) -> None:
+    """A few values, minus infinity among them, in rows that rise, fall or do neither."""
+    generator = torch.Generator().manual_seed(num_values)
+    logits = torch.randint(num_values, (24, VOCAB), generator=generator).to(dtype)
+    logits[:, 1::7] = -torch.inf
+    logits[8:16] = logits[8:16].sort(dim=1).values
+    logits[16:] = logits[16:].sort(dim=1, descending=True).values
+    rows = rows_of(logits)
+    full = every(rows).numpy()
+    for k in (2, 3, 50, VOCAB - 60):
+        values, ids = rows.most_likely(k)
+        for i in range(24):
+            assert ids[i].tolist() == expected_order(full[i])[:k].tolist()
+            assert values[i].numpy().tobytes() == full[i][ids[i]].tobytes()
+
+
+def test_logits_apart_whose_logprobs_are_equal_tie() -> None:
+    """The smaller ones differ by less than what is left of them beside the largest one."""
+    logits = torch.full((1, VOCAB), -30.0)
+    logits[0, 650] = 2.0**20
+    logits[0, 300:310] = torch.arange(10) * 2.0**-10
+    rows = rows_of(logits)
+    assert rows.most_likely(4)[1].tolist() == [[650, 300, 301, 302]]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
