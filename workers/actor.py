@@ -36,6 +36,7 @@ import ray
 from scheduler.codec import decode, encode
 from scheduler.errors import InvariantViolation, StaleEpoch
 from scheduler.messages import SchedulerOutput
+from workers.process_memory import give_back_free
 from workers.ranks.actor import RemoteFollowers, node_address
 from workers.runner_settings import RunnerSettings
 
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 CONCURRENCY_GROUPS = {"read": 1, "write": 1, "control": 1}
 """For `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor)`."""
+_LARGE_ANSWER_BYTES = 2**26
 _SEGMENT_TIMEOUT_S = 30.0
 """Longest wait for a segment of KV data; past it the data counts as lost."""
 
@@ -146,7 +148,11 @@ class WorkerActor:
                 f"{self._last_step_id}: steps have to come in the order of their numbers"
             )
         self._last_step_id = step.step_id
-        return encode(self._runner().execute(step))
+        answer = encode(self._runner().execute(step))
+        if len(answer) > _LARGE_ANSWER_BYTES:
+            # Rows of the whole vocabulary: several times as much was taken on the way.
+            give_back_free()
+        return answer
 
     @ray.method(concurrency_group="read", num_returns=2)
     def read_blocks(self, epoch: int, block_ids: list[int]) -> tuple[ByteArray, int]:

@@ -31,7 +31,7 @@ from workers.model_store import (
     silence_progress_bars,
     tokenizer_at,
 )
-from workers.process_memory import give_back
+from workers.process_memory import give_back_free, give_back_pages
 from workers.ranks.group import Ranks
 from workers.ranks.split import drop_output_layer, split_model
 
@@ -158,7 +158,8 @@ def load_model(
     if ranks.rank > 0:
         drop_output_layer(model)
     fingerprint = _fingerprint(config, layers, weights, arithmetic.signature)
-    give_back(suffix=".safetensors")
+    give_back_free()
+    give_back_pages(suffix=".safetensors")
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -1,7 +1,8 @@
 """Memory that this process holds and does not need, given back to the system.
 
 Loading a model frees as much as it keeps, and a worker's allocator is told to hold on to what is
-freed, since the steps take it again and again. What no step takes would stay for good.
+freed, since the steps take it again and again. What no step takes would stay for good. On another
+system than Linux nothing is done.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(/.*)$")
 _ANONYMOUS = re.compile(r"^Anonymous:\s+(\d+) kB$")
 
 
-def give_back(suffix: str) -> None:
-    """Give back what the allocator holds free, and pages of files that can be read again.
+def give_back_free() -> None:
+    """Give back what the allocator holds free, where it is glibc's."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
-    On another system than Linux nothing is done.
+
+def give_back_pages(suffix: str) -> None:
+    """Give back pages of files that can be read again.
 
     Args:
         suffix: of the names of the files. Their mappings stay valid; a page comes back when it is
@@ -30,13 +36,9 @@ def give_back(suffix: str) -> None:
     """
     if sys.platform != "linux":
         return
-    libc = ctypes.CDLL(None)
-    # Only glibc has it.
-    with suppress(AttributeError):
-        libc.malloc_trim(ctypes.c_size_t(0))
     for start, end in _unchanged_mappings(suffix):
         size = ctypes.c_size_t(end - start)
-        libc.madvise(ctypes.c_void_p(start), size, ctypes.c_int(mmap.MADV_DONTNEED))
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def _unchanged_mappings(suffix: str) -> Iterator[tuple[int, int]]:

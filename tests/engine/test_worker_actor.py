@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
+from cluster.launch import worker_variables
 from scheduler.codec import decode, encode
 from scheduler.errors import (
     InvalidConfig,
@@ -45,10 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def launch(model: Path | str, cls: type[WorkerActor] = WorkerActor, **settings: Any) -> Any:
+def launch(
+    model: Path | str,
+    cls: type[WorkerActor] = WorkerActor,
+    variables: dict[str, str] | None = None,
+    **settings: Any,
+) -> Any:
     settings.setdefault("num_blocks", 40)
     actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(cls)
-    return actor_class.options(num_cpus=0).remote("w", str(model), **settings)
+    environment = {"env_vars": variables} if variables else None
+    options = actor_class.options(num_cpus=0, runtime_env=environment)
+    return options.remote("w", str(model), **settings)
 
 
 @pytest.fixture
@@ -128,6 +138,40 @@ def assert_same_bits(moved: Request, alone: Request) -> None:
         assert mine is not None
         assert theirs is not None
         assert mine.array().same_bits(theirs.array())
+
+
+def allocate_and_free(_: WorkerActor) -> None:
+    import torch
+
+    kept = [torch.ones(2**20) for _ in range(100)]
+    kept.clear()
+
+
+def expect_large_answers(_: WorkerActor) -> None:
+    from workers import actor
+
+    actor._LARGE_ANSWER_BYTES = 0
+
+
+def resident_mb(worker: Any) -> float:
+    pid = get(worker.__ray_call__.remote(lambda _: os.getpid()))
+    return psutil.Process(pid).memory_info().rss / 2**20
+
+
+@pytest.mark.slow
+def test_memory_of_a_step_with_a_large_answer_is_given_back(
+    start: Callable[..., Any], folder: Path
+) -> None:
+    """A worker's allocator is told to keep what is freed, and most steps want it so."""
+    worker = start(folder, num_threads=1, variables=worker_variables(1))
+    get(worker.reset.remote(EPOCH))
+    before = resident_mb(worker)
+    get(worker.__ray_call__.remote(allocate_and_free))
+    get(worker.execute.remote(EPOCH, EMPTY_STEP))
+    assert resident_mb(worker) > before + 300
+    get(worker.__ray_call__.remote(expect_large_answers))
+    get(worker.execute.remote(EPOCH, encode(SchedulerOutput(2, [], []))))
+    assert resident_mb(worker) < before + 100
 
 
 # ------------------------------------------------------------------------------- KV that moves

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.process_memory import give_back
+from workers.process_memory import give_back_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PAGES = 64
@@ -39,7 +39,7 @@ def test_pages_of_a_file_go_and_come_back_when_looked_at(file: Path) -> None:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     before = pages[:]
     assert resident_kb(file) == SIZE // 1024
-    give_back(".weights")
+    give_back_pages(".weights")
     assert resident_kb(file) == 0
     assert pages[:] == before
 
@@ -48,7 +48,7 @@ def test_other_files_stay(file: Path) -> None:
     with file.open("rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     assert len(pages[:]) == SIZE
-    give_back(".safetensors")
+    give_back_pages(".safetensors")
     assert resident_kb(file) == SIZE // 1024
 
 
@@ -57,5 +57,5 @@ def test_what_was_written_to_a_private_copy_is_kept(file: Path) -> None:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     pages[5 * mmap.PAGESIZE] = 77
     before = pages[:]
-    give_back(".weights")
+    give_back_pages(".weights")
     assert pages[:] == before
