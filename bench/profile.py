@@ -1,10 +1,12 @@
 """Where the time of a worker's steps goes, beside the floor of plain matrix products.
 
-    python -m bench.profile [--model NAME] [--prefill 512] [--decode 1,16] [--context 256] [--k 1]
+    python -m bench.profile [--model NAME] [--prefill 512] [--behind 0] [--decode 1,16]
+                            [--context 256] [--k 1]
 
 One process runs `ModelRunner` on batches of its own, without Ray, with the environment and the
 threads that the launcher gives a worker:
-- `prefill-N`: a prompt of N tokens in one step, all its rows with k alternatives;
+- `prefill-N`: a prompt of N tokens in one step, all its rows with k alternatives; with `--behind`
+  the last N of a longer prompt, whose other tokens are in the cache;
 - `decode-M`: one token for each of M requests with some context behind them.
 
 Time is taken between the step's public seams: around the model's modules, by what they are; around
@@ -187,24 +189,50 @@ class Batch:
 
 
 class Prefill(Batch):
-    """A new prompt in every step."""
+    """A new prompt in every step, or the end of one, which always begins alike."""
 
-    def __init__(self, driver: RunnerDriver, inputs: Inputs, num_tokens: int, k: int) -> None:
-        super().__init__(f"prefill-{num_tokens}", num_tokens, num_tokens - 1)
-        self._driver, self._inputs = driver, inputs
-        self._params = SamplingParams(prompt_logprobs=k, max_tokens=0)
+    def __init__(
+        self, driver: RunnerDriver, inputs: Inputs, num_tokens: int, k: int, behind: int = 0
+    ) -> None:
+        """Get ready to compute prompts.
+
+        Args:
+            driver: of the worker.
+            inputs: where tokens come from.
+            num_tokens: tokens of a step.
+            k: alternatives per row.
+            behind: tokens before them, whose KV is there; whole blocks.
+        """
+        name = f"prefill-{num_tokens}" + (f" behind {behind}" if behind else "")
+        super().__init__(name, num_tokens, num_tokens - 1)
+        self._driver, self._inputs, self._behind = driver, inputs, behind
+        self._params = SamplingParams(
+            prompt_logprobs=k, prompt_logprobs_start=behind + 1 if behind else 0, max_tokens=0
+        )
         self._request: Request | None = None
+        self._blocks: list[int] = []
+        if behind:
+            before = driver.request(inputs.tokens(behind + 1), SamplingParams(), f"before {name}")
+            for start in range(0, behind, num_tokens):
+                driver.step([(before, start, min(start + num_tokens, behind))])
+            self._blocks = driver.tables[before.request_id]
 
     def prepare(self) -> None:
         """Let the last prompt go, and take another one."""
+        tables = self._driver.tables
         if self._request is not None:
+            own = tables[self._request.request_id]
+            tables[self._request.request_id] = own[len(self._blocks) :]
             self._driver.release(self._request)
-        self._request = self._driver.request(self._inputs.tokens(self.num_rows), self._params)
+        prompt = self._inputs.tokens(self._behind + self.num_rows)
+        self._request = self._driver.request(prompt, self._params, self.name)
+        tables[self._request.request_id] = list(self._blocks)
 
     def step(self) -> None:
-        """Compute the whole prompt."""
+        """Compute the prompt, from what is there on."""
         if self._request is not None:
-            self._driver.step([(self._request, 0, self.num_rows)])
+            end = self._behind + self.num_rows
+            self._driver.step([(self._request, self._behind, end)])
 
 
 class Decode(Batch):
@@ -284,7 +312,13 @@ def _ms(seconds: list[float]) -> float:
 
 
 def run(
-    model: str, prefills: list[int], decodes: list[int], context: int, k: int, repeats: int
+    model: str,
+    prefills: list[int],
+    decodes: list[int],
+    context: int,
+    k: int,
+    repeats: int,
+    behind: int = 0,
 ) -> dict[str, Any]:
     """Profile all batches and return the report.
 
@@ -295,13 +329,16 @@ def run(
         context: tokens that each of these has behind it at the start.
         k: alternatives per prompt row.
         repeats: timed steps of each batch.
+        behind: tokens before those of each prefill batch, rounded up to whole blocks.
     """
     loaded = load_model(model)
     steps = _WARM_UP_STEPS + repeats + 1
-    tokens = max(prefills, default=0) + sum(decodes) * (context + steps + _BLOCK_SIZE)
+    behind = -(-behind // _BLOCK_SIZE) * _BLOCK_SIZE
+    tokens = sum(behind + count + _BLOCK_SIZE for count in prefills)
+    tokens += sum(decodes) * (context + steps + _BLOCK_SIZE)
     runner = ModelRunner(loaded, num_blocks=tokens // _BLOCK_SIZE + 2, block_size=_BLOCK_SIZE)
     driver, inputs, watch = RunnerDriver(runner), Inputs(loaded.vocab_size), Stopwatch()
-    batches: list[Batch] = [Prefill(driver, inputs, count, k) for count in prefills]
+    batches: list[Batch] = [Prefill(driver, inputs, count, k, behind) for count in prefills]
     batches += [Decode(driver, inputs, count, context) for count in decodes]
     is_half = loaded.dtype == torch.bfloat16
     layers = PlainLayers(str(loaded.path), library_dtype() if is_half else loaded.dtype)
@@ -315,6 +352,7 @@ def run(
         "model": model,
         "threads": torch.get_num_threads(),
         "context": context,
+        "behind": behind,
         "k": k,
         "repeats": repeats,
         "batches": found,
@@ -346,6 +384,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--prefill", type=_sizes, default=[512], help="tokens: 64,512")
+    parser.add_argument("--behind", type=int, default=0, help="tokens before each prefill's")
     parser.add_argument("--decode", type=_sizes, default=[1, 16], help="requests: 1,16")
     parser.add_argument("--context", type=int, default=256, help="tokens behind each decode")
     parser.add_argument("--k", type=int, default=1, help="alternatives per prompt row")
@@ -364,6 +403,7 @@ def main() -> None:
         arguments.context,
         arguments.k,
         arguments.repeats,
+        arguments.behind,
     )
     Console(stderr=True).print(table(report))
     print(json.dumps(report))

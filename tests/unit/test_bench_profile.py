@@ -63,3 +63,14 @@ def test_the_parts_of_a_step_are_seen_and_nothing_stays_behind(tmp_path: Path) -
         assert set(batch["floors_ms"]) == {LINEAR, HEAD}
         assert batch["operators"][0]["ms"] >= batch["operators"][-1]["ms"] >= 0
     assert "row selection, argmax" in prefill["parts_ms"], "its rows were asked for"
+
+
+def test_a_prefill_may_come_behind_tokens_that_are_there(tmp_path: Path) -> None:
+    report = profile.run(
+        str(tiny_llama(tmp_path)), [40, 20], [], context=8, k=1, repeats=3, behind=50
+    )
+    assert report["behind"] == 64
+    assert [(b["batch"], b["tokens"]) for b in report["batches"]] == [
+        ("prefill-40 behind 64", 40),
+        ("prefill-20 behind 64", 20),
+    ]
