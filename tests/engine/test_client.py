@@ -327,11 +327,16 @@ def test_an_evicted_request_returns_the_same_rows(client: Client) -> None:
     expected = client.submit(prompt, lasting(max_tokens=30, **params)).result(timeout=DEADLINE_S)
     handle = client.submit(prompt, lasting(**params), request_id="evicted")
     evicted_at = 0
-    while num_generated(client, "evicted") < 30:
+
+    def is_far_enough() -> bool:
+        nonlocal evicted_at
         for info in client.requests():
             if info.num_computed_tokens > evicted_at:
                 evicted_at = info.num_computed_tokens
                 client.evict("evicted")
+        return num_generated(client, "evicted") >= 30
+
+    wait_for(is_far_enough, "30 tokens in spite of evictions")
     handle.cancel()
     output = handle.result(timeout=DEADLINE_S)
     assert output.stats is not None
